@@ -1,0 +1,91 @@
+"""paged-jax: serving language models from a paged KV cache, in JAX.
+
+`LLM` is the engine; the functional core (`KVPool`, `BlockManager`, `make_batch`, `decode_batch`,
+`forward`, `sample_step`) is for programs of your own. Names are loaded when they are first used, so
+that the host half (scheduler, blocks) can be used without importing jax.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paged_jax.batch import StepBatch, decode_batch, make_batch
+    from paged_jax.block_manager import BlockManager
+    from paged_jax.config import EngineConfig, SchedulerConfig
+    from paged_jax.demo_model import demo_model_path
+    from paged_jax.kv_pool import KVPool
+    from paged_jax.llm import LLM
+    from paged_jax.models.config import ModelConfig
+    from paged_jax.models.loader import LoadedModel, load_model
+    from paged_jax.outputs import CompletionOutput, Logprob, RequestOutput
+    from paged_jax.request import Request
+    from paged_jax.sampling import SamplingBatch, sample
+    from paged_jax.sampling_params import SamplingParams
+    from paged_jax.scheduler import Scheduler
+    from paged_jax.step import forward, sample_step
+    from paged_jax.tokenizer import Tokenizer
+
+_MODULE_OF = {
+    "BlockManager": "block_manager",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "KVPool": "kv_pool",
+    "LLM": "llm",
+    "LoadedModel": "models.loader",
+    "Logprob": "outputs",
+    "ModelConfig": "models.config",
+    "Request": "request",
+    "RequestOutput": "outputs",
+    "SamplingBatch": "sampling",
+    "SamplingParams": "sampling_params",
+    "Scheduler": "scheduler",
+    "SchedulerConfig": "config",
+    "StepBatch": "batch",
+    "Tokenizer": "tokenizer",
+    "decode_batch": "batch",
+    "demo_model_path": "demo_model",
+    "forward": "step",
+    "load_model": "models.loader",
+    "make_batch": "batch",
+    "sample": "sampling",
+    "sample_step": "step",
+}
+
+__all__ = [
+    "LLM",
+    "BlockManager",
+    "CompletionOutput",
+    "EngineConfig",
+    "KVPool",
+    "LoadedModel",
+    "Logprob",
+    "ModelConfig",
+    "Request",
+    "RequestOutput",
+    "SamplingBatch",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+    "StepBatch",
+    "Tokenizer",
+    "decode_batch",
+    "demo_model_path",
+    "forward",
+    "load_model",
+    "make_batch",
+    "sample",
+    "sample_step",
+]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULE_OF])

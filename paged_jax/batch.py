@@ -1,0 +1,254 @@
+"""Where host and device meet: a ScheduledStep becomes the arrays of a jitted step.
+
+Shapes are padded to a few buckets, so that a handful of compiled programs serve every step.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from paged_jax.sampling import MAX_MASKED_TOKENS, SamplingBatch
+from paged_jax.scheduler import ScheduledStep
+
+# What a field holds: jax arrays inside a step, numpy arrays on their way to it.
+Array = Any
+
+
+@flax.struct.dataclass
+class StepBatch:
+    """The tokens of one step, prefill chunks and decodes alike, sequence after sequence.
+
+    T, S and B are bucket sizes: tokens, sequences, and blocks a table. Padding tokens write to the
+    null block; padding sequences have no tokens.
+    """
+
+    # int32[T]: the tokens whose keys and values this step computes.
+    token_ids: Array
+    # int32[T]: the position of each in its sequence.
+    positions: Array
+    # int32[T]: where its key and value go: block_id * block_size + offset.
+    slot_mapping: Array
+    # int32[S + 1]: sequence s owns the tokens from query_starts[s] to query_starts[s + 1].
+    query_starts: Array
+    # int32[S]: tokens of the sequence in the pool once this step has written; 0 for padding.
+    kv_lens: Array
+    # int32[S, B]: the blocks of each sequence, in order; 0 beyond its end.
+    block_tables: Array
+    # int32[]: how many of the S sequences are real.
+    num_seqs: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Buckets:
+    """The shapes that a step may have: (tokens, sequences) pairs and the width of the tables.
+
+    Decode steps have as many tokens as sequences; a step with a prefill chunk in it has a token
+    bucket and all the seats. So there are len(num_seqs) + len(num_tokens) shapes.
+    """
+
+    num_seqs: tuple[int, ...]
+    num_tokens: tuple[int, ...]
+    table_width: int
+
+    @classmethod
+    def choose(
+        cls, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+    ) -> Buckets:
+        """Sequences in powers of four or so (1, 8, 32, 128, ...), tokens in powers of two from 32.
+
+        Few sequence buckets suffice: a decode step's cost is mostly the reading of weights, and
+        attention costs nothing for padding. A prefill step's cost is its tokens, so those buckets
+        stand closer.
+        """
+        seqs = [n for n in (1, 8, 32, 128, 512, 2048) if n < max_num_seqs] + [max_num_seqs]
+        tokens, size = [], 32
+        while size < max_num_batched_tokens:
+            tokens.append(size)
+            size *= 2
+        tokens.append(max_num_batched_tokens)
+        return cls(
+            num_seqs=tuple(seqs),
+            num_tokens=tuple(tokens),
+            table_width=-(-max_model_len // block_size),
+        )
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Every (tokens, sequences) shape, the largest first."""
+        most = self.num_seqs[-1]
+        shapes = {(n, n) for n in self.num_seqs} | {(t, most) for t in self.num_tokens}
+        return sorted(shapes, reverse=True)
+
+    def shape_for(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
+        """The smallest bucket that holds a step: (tokens, sequences)."""
+        if num_tokens == num_seqs:
+            size = self.num_seqs[bisect.bisect_left(self.num_seqs, num_seqs)]
+            return size, size
+        tokens = self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
+        return tokens, self.num_seqs[-1]
+
+
+def empty_batch(num_tokens: int, num_seqs: int, table_width: int) -> StepBatch:
+    """A batch of padding only, as numpy arrays; to compile with, and to fill in."""
+    return StepBatch(
+        token_ids=np.zeros(num_tokens, np.int32),
+        positions=np.zeros(num_tokens, np.int32),
+        slot_mapping=np.zeros(num_tokens, np.int32),
+        query_starts=np.zeros(num_seqs + 1, np.int32),
+        kv_lens=np.zeros(num_seqs, np.int32),
+        block_tables=np.zeros((num_seqs, table_width), np.int32),
+        num_seqs=np.int32(0),
+    )
+
+
+def empty_sampling(num_seqs: int) -> SamplingBatch:
+    """Sampling arrays of padding only (greedy, nothing masked), as numpy arrays."""
+    return SamplingBatch(
+        temperature=np.zeros(num_seqs, np.float32),
+        top_k=np.zeros(num_seqs, np.int32),
+        top_p=np.ones(num_seqs, np.float32),
+        min_p=np.zeros(num_seqs, np.float32),
+        seed=np.zeros((num_seqs, 2), np.uint32),
+        positions=np.zeros(num_seqs, np.int32),
+        masked_tokens=np.full((num_seqs, MAX_MASKED_TOKENS), -1, np.int32),
+        num_logprobs=np.full(num_seqs, -1, np.int32),
+    )
+
+
+def make_batch(
+    token_ids: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    block_tables: Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    num_tokens: int | None = None,
+    num_seqs: int | None = None,
+    table_width: int | None = None,
+) -> StepBatch:
+    """Builds a StepBatch (numpy arrays) from plain lists, one entry a sequence.
+
+    Args:
+      token_ids: the tokens to compute now, of each sequence; none may be empty.
+      starts: how many tokens of each sequence the pool holds already.
+      block_tables: the blocks of each sequence, enough for starts + tokens.
+      block_size: tokens a block.
+      num_tokens, num_seqs, table_width: sizes to pad to; by default what is needed.
+
+    Raises:
+      ValueError: the lists differ in length, a table is too short, or a size is too small.
+    """
+    if not len(token_ids) == len(starts) == len(block_tables):
+        raise ValueError(
+            f"token_ids, starts and block_tables have {len(token_ids)}, {len(starts)} and "
+            f"{len(block_tables)} entries; give one of each a sequence"
+        )
+    counts = [len(tokens) for tokens in token_ids]
+    widest = max((len(table) for table in block_tables), default=1)
+    total = sum(counts)
+    num_tokens = total if num_tokens is None else num_tokens
+    num_seqs = len(counts) if num_seqs is None else num_seqs
+    table_width = widest if table_width is None else table_width
+    for field, size, needed in (
+        ("num_tokens", num_tokens, total),
+        ("num_seqs", num_seqs, len(counts)),
+        ("table_width", table_width, widest),
+    ):
+        if size < needed:
+            raise ValueError(f"{field}={size} is too small: this batch needs {needed}")
+    batch = empty_batch(num_tokens, num_seqs, table_width)
+    row = 0
+    for s, (tokens, start, table) in enumerate(zip(token_ids, starts, block_tables, strict=True)):
+        count = counts[s]
+        if count == 0 or start + count > len(table) * block_size:
+            raise ValueError(
+                f"sequence {s}: {count} tokens from position {start} on need between 1 token and "
+                f"the {len(table) * block_size} slots of its {len(table)} blocks"
+            )
+        end = row + count
+        batch.token_ids[row:end] = tokens
+        blocks = batch.block_tables[s, : len(table)]
+        blocks[:] = table
+        if count == 1:  # A decode, the common case: scalars are several times faster.
+            batch.positions[row] = start
+            batch.slot_mapping[row] = table[start // block_size] * block_size + start % block_size
+        else:
+            positions = np.arange(start, start + count, dtype=np.int32)
+            batch.positions[row:end] = positions
+            batch.slot_mapping[row:end] = (
+                blocks[positions // block_size] * block_size + positions % block_size
+            )
+        row = end
+        batch.query_starts[s + 1] = row
+        batch.kv_lens[s] = start + count
+    batch.query_starts[len(counts) + 1 :] = row
+    return batch.replace(num_seqs=np.int32(len(counts)))
+
+
+def decode_batch(
+    token_ids: jax.Array, positions: jax.Array, block_tables: jax.Array, *, block_size: int
+) -> StepBatch:
+    """A batch of one token a sequence, made on device; for a decode loop of your own.
+
+    Args:
+      token_ids: int32[S], the newest token of each sequence, not in the pool yet.
+      positions: int32[S], its position; a negative one marks a padding row at the end.
+      block_tables: int32[S, B], with room for that position.
+      block_size: tokens a block.
+    """
+    num_seqs = token_ids.shape[0]
+    real = positions >= 0
+    positions = jnp.maximum(positions, 0)
+    blocks = jnp.take_along_axis(block_tables, positions[:, None] // block_size, axis=1)[:, 0]
+    slots = blocks * block_size + positions % block_size
+    count = jnp.sum(real, dtype=jnp.int32)
+    return StepBatch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=jnp.where(real, slots, 0),
+        query_starts=jnp.minimum(jnp.arange(num_seqs + 1, dtype=jnp.int32), count),
+        kv_lens=jnp.where(real, positions + 1, 0),
+        block_tables=block_tables,
+        num_seqs=count,
+    )
+
+
+def build_step(
+    step: ScheduledStep, buckets: Buckets, *, block_size: int
+) -> tuple[StepBatch, SamplingBatch]:
+    """The padded numpy arrays of a scheduled step.
+
+    Every sequence has its sampling row; what is sampled for a chunk that does not reach its
+    sequence's end means nothing, and the scheduler drops it.
+    """
+    chunks = step.chunks
+    num_tokens, num_seqs = buckets.shape_for(step.num_tokens, len(chunks))
+    batch = make_batch(
+        [chunk.request.token_ids[chunk.start : chunk.end] for chunk in chunks],
+        [chunk.start for chunk in chunks],
+        [chunk.request.block_ids for chunk in chunks],
+        block_size=block_size,
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        table_width=buckets.table_width,
+    )
+    sampling = empty_sampling(num_seqs)
+    for s, chunk in enumerate(chunks):
+        request, params = chunk.request, chunk.request.params
+        sampling.temperature[s] = params.temperature
+        sampling.top_k[s] = max(params.top_k, 0)
+        sampling.top_p[s] = params.top_p
+        sampling.min_p[s] = params.min_p
+        sampling.seed[s] = request.seed & 0xFFFFFFFF, request.seed >> 32
+        sampling.positions[s] = chunk.end
+        if params.logprobs is not None:
+            sampling.num_logprobs[s] = params.logprobs
+        masked = request.tokens_to_mask()
+        sampling.masked_tokens[s, : len(masked)] = masked
+    return batch, sampling

@@ -1,0 +1,125 @@
+"""Compiled steps: one program for each shape bucket, made before the first request."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import time
+
+import jax
+import numpy as np
+
+from paged_jax.batch import Buckets, StepBatch, empty_batch, empty_sampling
+from paged_jax.kv_pool import KVPool
+from paged_jax.log import logger
+from paged_jax.models.config import ModelConfig
+from paged_jax.sampling import SamplerOutput, SamplingBatch
+from paged_jax.step import sample_step
+
+# One function for all engines of the process: a second engine of the same shapes compiles nothing,
+# and an engine that is deleted leaves no copy of its programs behind.
+_jitted_step = jax.jit(
+    sample_step,
+    static_argnames=("config", "attention_implementation", "tensor_axis"),
+    donate_argnames="pool",
+)
+
+
+def cache_folder() -> pathlib.Path:
+    """Where the project keeps what it can make again: $PAGED_JAX_CACHE, or the user's cache."""
+    if folder := os.environ.get("PAGED_JAX_CACHE"):
+        return pathlib.Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "paged-jax"
+
+
+def enable_persistent_cache() -> None:
+    """Keeps compiled programs on disk for the next process, unless the user set a place already."""
+    if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+class StepRunner:
+    """Runs padded steps against the pool that it owns.
+
+    The pool is donated to every step, and the step's result takes its place: its buffers are
+    written in place and never copied.
+    """
+
+    def __init__(
+        self,
+        params,
+        pool: KVPool,
+        *,
+        config: ModelConfig,
+        buckets: Buckets,
+        attention_implementation: str | None = None,
+    ):
+        self.params = params
+        self.pool = pool
+        self.buckets = buckets
+        self._make_pool = functools.partial(
+            KVPool.create,
+            num_layers=config.num_layers,
+            num_blocks=pool.num_blocks,
+            num_kv_heads=config.num_kv_heads,
+            block_size=pool.block_size,
+            head_dim=config.head_dim,
+            dtype=pool.layers[0].dtype,
+        )
+        self._step = functools.partial(
+            _jitted_step, config=config, attention_implementation=attention_implementation
+        )
+
+    def run(self, batch: StepBatch, sampling: SamplingBatch) -> SamplerOutput:
+        """Dispatches a step and returns its outputs, still on the device."""
+        self.pool, output = self._step(self.params, pool=self.pool, batch=batch, sampling=sampling)
+        return output
+
+    def warm_up(self) -> float:
+        """Compiles every bucket by running it on padding; returns the seconds it took."""
+        start = time.perf_counter()
+        shapes = self.buckets.shapes()
+        for num_tokens, num_seqs in shapes:
+            batch = empty_batch(num_tokens, num_seqs, self.buckets.table_width)
+            jax.block_until_ready(self.run(batch, empty_sampling(num_seqs)))
+        seconds = time.perf_counter() - start
+        logger.info("Warm-up: %d step shapes in %.1f s", len(shapes), seconds)
+        return seconds
+
+    def renew_pool(self) -> bool:
+        """Makes a new pool if a step failed with the old one in its hands; True if it did."""
+        if not self.pool.is_deleted():
+            return False
+        self.pool = self._make_pool()
+        return True
+
+
+def temporary_bytes(
+    params, pool: KVPool, *, config: ModelConfig, buckets: Buckets, implementation: str | None
+) -> int:
+    """Peak temporary memory of the largest step, by the compiler's own account.
+
+    Args:
+      params: the weights, or a tree of `jax.ShapeDtypeStruct`s like them.
+      pool: a pool, or one of `jax.ShapeDtypeStruct`s; its number of blocks hardly matters.
+    """
+    num_tokens, num_seqs = buckets.shapes()[0]
+    lowered = _jitted_step.lower(
+        params,
+        pool=pool,
+        batch=empty_batch(num_tokens, num_seqs, buckets.table_width),
+        sampling=empty_sampling(num_seqs),
+        config=config,
+        attention_implementation=implementation,
+    )
+    analysis = lowered.compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
+def to_host(output: SamplerOutput) -> SamplerOutput:
+    """Waits for a step's outputs and brings them to the host as numpy arrays."""
+    return jax.tree.map(np.asarray, output)

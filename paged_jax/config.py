@@ -1,0 +1,139 @@
+"""What a user may set about an engine, checked when it is set.
+
+Every class here is frozen and keyword-only, and raises a ValueError that names the field, the value
+it got and what would be right. `None` means "chosen by the engine"; the choice is made once, in
+`EngineConfig.resolve`-like functions of the engine, and logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+
+def check_int(field: str, value: Any, *, at_least: int) -> None:
+    """Raises ValueError unless `value` is an int (not a bool) of at least `at_least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{field}={value!r}: it must be an integer of at least {at_least}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulerConfig:
+    """The limits that the scheduler and the block manager work under; all of them known numbers.
+
+    Attributes:
+      num_blocks: blocks in the pool, the null block (block 0) included.
+      block_size: tokens a block holds.
+      max_model_len: the longest sequence, prompt and output together, in tokens.
+      max_num_seqs: the most sequences in one step.
+      max_num_batched_tokens: the most tokens in one step (the token budget).
+      enable_prefix_caching: whether full blocks are hashed and shared.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self):
+        check_int("num_blocks", self.num_blocks, at_least=2)
+        check_int("block_size", self.block_size, at_least=1)
+        check_int("max_model_len", self.max_model_len, at_least=2)
+        check_int("max_num_seqs", self.max_num_seqs, at_least=1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, at_least=1)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is smaller than "
+                f"max_num_seqs={self.max_num_seqs}: a step could not hold one token of every "
+                "sequence; raise the first or lower the second"
+            )
+        longest = (self.num_blocks - 1) * self.block_size
+        if self.max_model_len > longest:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} does not fit the KV pool: {self.num_blocks - 1}"
+                f" usable blocks of {self.block_size} tokens hold {longest} tokens; set "
+                f"max_model_len to at most {longest}, or give the pool more memory "
+                "(kv_cache_memory_bytes, num_gpu_blocks_override)"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """An engine as the user asks for it. `None` leaves the choice to the engine.
+
+    Attributes:
+      dtype: dtype of weights and KV pool: "float32", "bfloat16", or "auto" (the checkpoint's).
+      quantization: None; "int8" is planned and refused until then.
+      seed: from which the seeds of requests without their own are drawn.
+      gpu_memory_utilization: the share of the device's memory the engine may use, 0 to 1.
+      kv_cache_memory_bytes: size of the KV pool; None sizes it from the device's memory.
+      num_gpu_blocks_override: number of blocks (the null block included), whatever the memory.
+      max_model_len: longest sequence in tokens; None takes the model's.
+      max_num_seqs: most sequences in one step; None: 32 on CPU, 256 elsewhere.
+      max_num_batched_tokens: most tokens in one step; None: 512 on CPU, 2048 elsewhere.
+      block_size: tokens a block.
+      enable_prefix_caching: share full blocks of equal prefixes.
+      tensor_parallel_size: devices a model is split over; only 1 so far.
+      attention_implementation: None (the fastest for the device), or one of
+        `pallas_kernels.IMPLEMENTATIONS`.
+      disable_log_stats: False logs a line of throughput and cache use every ten seconds.
+      warmup: compile every shape bucket before the first request.
+    """
+
+    dtype: str = "auto"
+    quantization: str | None = None
+    seed: int = 0
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory_bytes: int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    tensor_parallel_size: int = 1
+    attention_implementation: str | None = None
+    disable_log_stats: bool = True
+    warmup: bool = True
+
+    def __post_init__(self):
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(f"dtype={self.dtype!r}: it must be 'auto', 'float32' or 'bfloat16'")
+        if self.quantization is not None:
+            raise ValueError(
+                f"quantization={self.quantization!r} is not supported yet; leave it at None"
+            )
+        if self.tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported yet; "
+                "leave it at 1"
+            )
+        check_int("seed", self.seed, at_least=0)
+        check_int("block_size", self.block_size, at_least=1)
+        utilization = self.gpu_memory_utilization
+        if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization={utilization!r}: it must be above 0 and at most 1"
+            )
+        minima = {
+            "kv_cache_memory_bytes": 1,
+            "num_gpu_blocks_override": 2,
+            "max_model_len": 2,
+            "max_num_seqs": 1,
+            "max_num_batched_tokens": 1,
+        }
+        for field, at_least in minima.items():
+            value = getattr(self, field)
+            if value is not None:
+                check_int(field, value, at_least=at_least)
+        for field in ("enable_prefix_caching", "disable_log_stats", "warmup"):
+            if not isinstance(getattr(self, field), bool):
+                raise ValueError(f"{field}={getattr(self, field)!r}: it must be True or False")
+        if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
+            raise ValueError(
+                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} and "
+                f"num_gpu_blocks_override={self.num_gpu_blocks_override} both set the size of the "
+                "pool; give one of them"
+            )

@@ -1,0 +1,99 @@
+"""The KV pool as a pytree: its layout, its size in bytes, and how many blocks fit a device.
+
+This is the only place besides the kernels that knows the layout:
+
+    layers[i]: [num_blocks, 2 * num_kv_heads, block_size, head_dim]
+
+Head-major, so that one block of all heads is one contiguous piece (a single DMA brings keys and
+values), and the keys of one head within it lie together. The key of head h stands at index h, its
+value at index num_kv_heads + h. Block 0 is the null block, where padding is read and written.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import ragged_paged_attention, write_kv
+from paged_jax.batch import StepBatch
+
+
+@flax.struct.dataclass
+class KVPool:
+    """Keys and values of every block, of every layer. Donate it to each step that writes to it."""
+
+    # One array a layer: dtype[num_blocks, 2 * num_kv_heads, block_size, head_dim].
+    layers: tuple[jax.Array, ...]
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        num_kv_heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: DTypeLike = jnp.float32,
+    ) -> KVPool:
+        """A pool of zeros. Its blocks are handed out by `BlockManager`, block 0 never."""
+        shape = (num_blocks, 2 * num_kv_heads, block_size, head_dim)
+        return cls(layers=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.layers[0].shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.layers[0].shape[2]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def is_deleted(self) -> bool:
+        """Whether a step took the buffers (donation) and never gave them back."""
+        return any(layer.is_deleted() for layer in self.layers)
+
+
+def block_bytes(
+    *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: DTypeLike
+) -> int:
+    """Bytes of one block over all layers: 2 x layers x KV heads x head size x bytes x tokens."""
+    return 2 * num_layers * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize * block_size
+
+
+def paged_attend(batch: StepBatch, *, scale: float, implementation: str | None = None):
+    """The `attend` of a model's forward pass: write the step's keys and values, then attend.
+
+    The write comes before the read, in every layer and for the whole step: so a sequence may read
+    blocks that another sequence of the same step fills, and the pool is updated in place.
+
+    Args:
+      batch: where each token's key and value go, and which blocks each sequence reads.
+      scale: factor on the query-key products, usually head_dim ** -0.5.
+      implementation: see `pallas_kernels.ragged_paged_attention`.
+
+    Returns:
+      attend(q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D], layer) -> (out[T, Hq, D], layer), where layer
+      is an entry of `KVPool.layers`.
+    """
+
+    def attend(q, k, v, layer):
+        layer = write_kv(layer, k, v, batch.slot_mapping)
+        out = ragged_paged_attention(
+            q,
+            layer,
+            batch.kv_lens,
+            batch.block_tables,
+            batch.query_starts,
+            batch.num_seqs,
+            scale=scale,
+            implementation=implementation,
+        )
+        return out, layer
+
+    return attend

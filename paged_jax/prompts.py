@@ -1,0 +1,104 @@
+"""The forms in which a prompt may be given, brought to one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from paged_jax.tokenizer import Tokenizer
+
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
+
+_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParsedPrompt:
+    """A prompt as the engine takes it: its tokens, and its text if it came as text."""
+
+    token_ids: list[int]
+    text: str | None = None
+    cache_salt: str | None = None
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, of one prompt or of a list: text, token ids, or a dict."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
+        return [prompts]  # pyright: ignore[reportReturnType]
+    return prompts  # pyright: ignore[reportReturnType]
+
+
+def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
+    """Brings a prompt to tokens.
+
+    Args:
+      prompt: text; a list of token ids; or a dict with "prompt" or "prompt_token_ids" (both: the
+        ids are used, the text is given back), and "cache_salt" if wanted.
+      tokenizer: None if the engine has none; then only token ids will do.
+
+    Raises:
+      ValueError: it is none of these, or text without a tokenizer.
+    """
+    if isinstance(prompt, str):
+        return ParsedPrompt(token_ids=_encode(prompt, tokenizer), text=prompt)
+    if isinstance(prompt, Mapping):
+        unknown = sorted(set(prompt) - set(_FIELDS))
+        if unknown:
+            raise ValueError(f"prompt has fields {unknown}; it may have {list(_FIELDS)}")
+        text, ids, salt = (prompt.get(field) for field in _FIELDS)
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"prompt={text!r}: it must be a string")
+        if salt is not None and (not isinstance(salt, str) or not salt):
+            raise ValueError(f"cache_salt={salt!r}: it must be a string that is not empty")
+        if ids is None and text is None:
+            raise ValueError(f"prompt {dict(prompt)!r} has neither 'prompt' nor 'prompt_token_ids'")
+        token_ids = _encode(text, tokenizer) if ids is None else _checked_ids(ids)  # pyright: ignore
+        return ParsedPrompt(token_ids=token_ids, text=text, cache_salt=salt)
+    return ParsedPrompt(token_ids=_checked_ids(prompt))
+
+
+def render_prompt(messages: Any, tokenizer: Tokenizer | None, **options: Any) -> ParsedPrompt:
+    """Brings a conversation to tokens through the chat template.
+
+    Args:
+      messages: a list of {"role": ..., "content": ...}.
+      tokenizer: it holds the template.
+      **options: see `Tokenizer.apply_chat_template`.
+
+    Raises:
+      ValueError: there is no tokenizer or template, the template is broken, or it refuses the
+        messages.
+    """
+    if tokenizer is None:
+        raise ValueError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
+    text = tokenizer.apply_chat_template(messages, **options)
+    # The template writes the special tokens itself; a second BOS would be one too many.
+    return ParsedPrompt(token_ids=tokenizer.encode(text, add_special_tokens=False), text=text)
+
+
+def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise ValueError(
+            "prompt is text, and the engine has no tokenizer (skip_tokenizer_init); give "
+            "{'prompt_token_ids': [...]}"
+        )
+    return tokenizer.encode(text)
+
+
+def _checked_ids(ids: Any) -> list[int]:
+    try:
+        ids = list(ids)
+    except TypeError:
+        raise ValueError(
+            f"prompt={ids!r}: it must be a string, a list of token ids, or a dict with 'prompt' or "
+            "'prompt_token_ids'"
+        ) from None
+    for i, token_id in enumerate(ids):
+        # numpy's integers are welcome, booleans and floats are not.
+        if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+            raise ValueError(f"prompt_token_ids[{i}]={token_id!r}: it must be an integer")
+    return [int(token_id) for token_id in ids]

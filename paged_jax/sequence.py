@@ -1,0 +1,125 @@
+"""From sampled tokens to outputs: text, stop strings and log-probabilities of each sequence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paged_jax.detokenizer import IncrementalDetokenizer
+from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from paged_jax.request import Request
+from paged_jax.sampling import SamplerOutput
+from paged_jax.sampling_params import SamplingParams
+from paged_jax.tokenizer import Tokenizer
+
+
+class Sequence:
+    """One output in the making: a request, and what its tokens say."""
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
+        self.index = index
+        self.request = request
+        self.tokenizer = tokenizer
+        self.error: str | None = None
+        params = request.params
+        self.cumulative_logprob = 0.0
+        self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.detokenizer: IncrementalDetokenizer | None = None
+        if params.detokenize and tokenizer is not None:
+            self.detokenizer = IncrementalDetokenizer(
+                tokenizer,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
+
+    def append(self, token_id: int, sampled: SamplerOutput, row: int) -> str | None:
+        """Takes a new token; returns the stop string that it completes, if it does.
+
+        Args:
+          token_id: the newest of the request's tokens.
+          sampled: the step's outputs on the host.
+          row: the sequence's row there.
+        """
+        if self.logprobs is not None:
+            self._append_logprobs(token_id, sampled, row)
+        if self.detokenizer is None:
+            return None
+        # EOS and stop ids end the sequence; their own text is wanted only on request.
+        request = self.request
+        silent = request.finish_reason == "stop" and not request.params.include_stop_str_in_output
+        return self.detokenizer.append(token_id, is_stop_token=silent)
+
+    def output(self) -> CompletionOutput:
+        request = self.request
+        text = ""
+        if self.detokenizer is not None:
+            if request.finish_reason is not None:
+                self.detokenizer.finish()
+            text = self.detokenizer.visible_text()
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=request.output_token_ids,
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+    def _append_logprobs(self, token_id: int, sampled: SamplerOutput, row: int) -> None:
+        assert self.logprobs is not None and self.request.params.logprobs is not None
+        logprob = float(sampled.logprob[row])
+        self.cumulative_logprob += logprob
+        entry = {token_id: self._logprob(token_id, logprob, int(sampled.rank[row]))}
+        num_top = min(self.request.params.logprobs, sampled.top_ids.shape[1])
+        for rank in range(num_top):
+            top_id = int(sampled.top_ids[row, rank])
+            if top_id not in entry:
+                top_logprob = float(sampled.top_logprobs[row, rank])
+                entry[top_id] = self._logprob(top_id, top_logprob, rank + 1)
+        self.logprobs.append(entry)
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
+        text = None
+        if self.tokenizer is not None and self.request.params.detokenize:
+            text = self.tokenizer.decode([token_id], skip_special_tokens=False)
+        return Logprob(logprob=logprob, rank=rank, decoded_token=text)
+
+
+@dataclasses.dataclass
+class SequenceGroup:
+    """A user's request: one prompt and its `n` sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    sequences: list[Sequence]
+    stream: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return all(s.request.finish_reason is not None for s in self.sequences)
+
+    def output(self) -> RequestOutput:
+        requests = [sequence.request for sequence in self.sequences]
+        finished = self.finished
+        arrival = min(request.arrival_time for request in requests)
+        firsts = [r.first_token_time for r in requests if r.first_token_time is not None]
+        ends = [r.finish_time for r in requests if r.finish_time is not None]
+        errors = [s.error for s in self.sequences if s.error is not None]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[sequence.output() for sequence in self.sequences],
+            finished=finished,
+            metrics=RequestMetrics(
+                time_to_first_token_seconds=min(firsts) - arrival if firsts else None,
+                e2e_request_latency_seconds=max(ends) - arrival if finished and ends else None,
+                num_preemptions=sum(request.num_preemptions for request in requests),
+            ),
+            num_cached_tokens=requests[0].num_cached_tokens,
+            error=errors[0] if errors else None,
+        )

@@ -1,0 +1,145 @@
+"""How long, how many and how much: the numbers that the user left to the engine."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+
+import jax
+
+from paged_jax.batch import Buckets
+from paged_jax.compile import temporary_bytes
+from paged_jax.config import EngineConfig, SchedulerConfig
+from paged_jax.kv_pool import KVPool, block_bytes
+from paged_jax.log import logger
+from paged_jax.models.config import ModelConfig
+
+GIB = 2**30
+
+# On a CPU the pool shares its memory with everything else the user runs, so that the engine takes a
+# round gibibyte by default (or one request of the maximum length) and not nine tenths of it all.
+CPU_POOL_BYTES = 1 * GIB
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, params, *, dtype, device: jax.Device
+) -> tuple[SchedulerConfig, Buckets]:
+    """Settles every limit of an engine, and the shapes of its steps.
+
+    Raises:
+      ValueError: max_model_len is beyond the model's; or the pool can't hold one request of the
+        maximum length, naming the longest that would fit.
+    """
+    on_cpu = device.platform == "cpu"
+    max_model_len = _max_model_len(config, model)
+    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(
+        512 if on_cpu else 2048, max_num_seqs
+    )
+    buckets = Buckets.choose(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+    )
+    bytes_a_block = block_bytes(
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        block_size=config.block_size,
+        head_dim=model.head_dim,
+        dtype=dtype,
+    )
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+    else:
+        if config.kv_cache_memory_bytes is not None:
+            pool_bytes = config.kv_cache_memory_bytes
+        elif on_cpu:
+            longest = (-(-max_model_len // config.block_size) + 1) * bytes_a_block
+            room = int(available_host_bytes() * config.gpu_memory_utilization)
+            pool_bytes = min(room, max(CPU_POOL_BYTES, longest))
+        else:
+            pool_bytes = _device_room(config, model, params, buckets, dtype, device)
+        num_blocks = max(pool_bytes, 0) // bytes_a_block
+        if num_blocks < 2:
+            raise ValueError(
+                f"the KV pool would have {pool_bytes} bytes, and two blocks of {config.block_size} "
+                f"tokens need {2 * bytes_a_block}; free memory, raise gpu_memory_utilization="
+                f"{config.gpu_memory_utilization} or set kv_cache_memory_bytes"
+            )
+    resolved = SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    num_tokens = (num_blocks - 1) * config.block_size
+    logger.info("Available KV cache memory: %.2f GiB", num_blocks * bytes_a_block / GIB)
+    logger.info("KV cache size: %s tokens", f"{num_tokens:,}")
+    logger.info(
+        "Maximum concurrency for %s tokens per request: %.2fx",
+        f"{max_model_len:,}",
+        num_tokens / max_model_len,
+    )
+    return resolved, buckets
+
+
+def available_host_bytes() -> int:
+    """Memory that this process could still take: the system's and its control group's say."""
+    candidates = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    meminfo = pathlib.Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                candidates.append(int(line.split()[1]) * 1024)
+    group = pathlib.Path("/sys/fs/cgroup")
+    try:
+        limit = int((group / "memory.max").read_text())
+        candidates.append(limit - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):  # No control group, or one without a limit ("max").
+        pass
+    return min(candidates)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the {limit} tokens that the model "
+            f"was made for; set it to at most {limit}"
+        )
+    return config.max_model_len
+
+
+def _device_room(
+    config: EngineConfig, model: ModelConfig, params, buckets: Buckets, dtype, device: jax.Device
+) -> int:
+    """The device's memory times utilisation, less what is in use, less the largest step's."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ValueError(
+            f"{device} does not report its memory; set kv_cache_memory_bytes to the pool's size"
+        )
+    small_pool = jax.eval_shape(
+        lambda: KVPool.create(
+            num_layers=model.num_layers,
+            num_blocks=2,
+            num_kv_heads=model.num_kv_heads,
+            block_size=config.block_size,
+            head_dim=model.head_dim,
+            dtype=dtype,
+        )
+    )
+    temporary = temporary_bytes(
+        params,
+        small_pool,
+        config=model,
+        buckets=buckets,
+        implementation=config.attention_implementation,
+    )
+    limit = int(stats["bytes_limit"] * config.gpu_memory_utilization)
+    return limit - stats.get("bytes_in_use", 0) - temporary

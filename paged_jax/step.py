@@ -1,0 +1,79 @@
+"""The functional core: pure steps `(params, pool, batch) -> (pool, outputs)`.
+
+Neither function jits, shards or donates: put them under your own `jax.jit`, and donate the pool.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from paged_jax.batch import StepBatch
+from paged_jax.kv_pool import KVPool, paged_attend
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.registry import model_module
+from paged_jax.sampling import SamplerOutput, SamplingBatch, sample
+
+
+def forward(
+    params,
+    pool: KVPool,
+    batch: StepBatch,
+    *,
+    config: ModelConfig,
+    attention_implementation: str | None = None,
+    tensor_axis: str | None = None,
+) -> tuple[KVPool, jax.Array]:
+    """Computes a step's tokens: writes their keys and values, gives each sequence's next logits.
+
+    Args:
+      params: the model's weights, as `load_model` gives them.
+      pool: the KV pool; donate it, or it is copied.
+      batch: tokens, positions and block tables, padded or not.
+      config: the model's shape; static.
+      attention_implementation: see `pallas_kernels.ragged_paged_attention`; static.
+      tensor_axis: name of the mapped axis that the model is split over, None for one device.
+
+    Returns:
+      The pool, and float32[S, vocab_size]: the logits after the last token of each sequence.
+      Rows of padding mean nothing.
+    """
+    model = model_module(config)
+    attend = paged_attend(
+        batch, scale=config.head_dim**-0.5, implementation=attention_implementation
+    )
+    hidden, layers = model.forward(
+        params,
+        batch.token_ids,
+        batch.positions,
+        pool.layers,
+        attend,
+        config=config,
+        tensor_axis=tensor_axis,
+    )
+    # Only the last token of each sequence meets the output head, the widest product of all.
+    last_rows = jnp.maximum(batch.query_starts[1:] - 1, 0)
+    logits = model.logits(params, hidden[last_rows], config=config, tensor_axis=tensor_axis)
+    return pool.replace(layers=tuple(layers)), logits
+
+
+def sample_step(
+    params,
+    pool: KVPool,
+    batch: StepBatch,
+    sampling: SamplingBatch,
+    *,
+    config: ModelConfig,
+    attention_implementation: str | None = None,
+    tensor_axis: str | None = None,
+) -> tuple[KVPool, SamplerOutput]:
+    """`forward`, and one sampled token for each sequence; the engine's whole device step."""
+    pool, logits = forward(
+        params,
+        pool,
+        batch,
+        config=config,
+        attention_implementation=attention_implementation,
+        tensor_axis=tensor_axis,
+    )
+    return pool, sample(logits, sampling)

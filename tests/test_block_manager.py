@@ -1,0 +1,104 @@
+import pytest
+
+from paged_jax.block_manager import BlockManager
+from paged_jax.request import Request
+from paged_jax.sampling_params import SamplingParams
+
+
+def make_request(name: str, prompt: list[int], **fields) -> Request:
+    params = SamplingParams(max_tokens=1000)
+    return Request(name, prompt, params, max_model_len=100_000, **fields)
+
+
+def admit(manager: BlockManager, request: Request) -> None:
+    assert manager.allocate(request)
+    manager.cache_full_blocks(request, request.num_tokens)
+
+
+def test_free_queue_order_of_two_prompts_that_share_48_tokens():
+    """The value that vLLM's users rely on: see the free-queue order of its block pool."""
+    manager = BlockManager(11, 16)
+    common = list(range(48))
+    first = make_request("a", common + [100] * 7)
+    second = make_request("b", common + [200] * 5)
+    admit(manager, first)
+    admit(manager, second)
+    assert list(second.block_ids)[:3] == list(first.block_ids)[:3]
+    manager.free(first)
+    manager.free(second)
+    expected = [5, 4, 6, 7, 8, 9, 10, 3, 2, 1]
+    assert manager.pool.free_queue() == expected
+    assert manager.pool.take(10) == expected
+
+
+def test_a_hit_leaves_the_last_token_to_compute():
+    manager = BlockManager(11, 16)
+    first = make_request("a", list(range(32)))
+    admit(manager, first)
+    second = make_request("b", list(range(32)))
+    admit(manager, second)
+    assert second.num_computed_tokens == second.num_cached_tokens == 16
+    assert second.block_ids[0] == first.block_ids[0]
+    assert second.block_ids[1] != first.block_ids[1]
+    assert (manager.stats.num_query_tokens, manager.stats.num_hit_tokens) == (64, 16)
+
+
+def test_fifty_chats_on_a_prompt_of_1000_tokens_take_112_blocks():
+    manager = BlockManager(4000, 16)
+    system = list(range(1000))
+    requests = [make_request(str(i), [*system, 5000 + i]) for i in range(50)]
+    for request in requests:
+        admit(manager, request)
+    assert manager.pool.num_used_blocks == 62 + 50
+    manager.check_integrity(requests)
+    apart = BlockManager(4000, 16, enable_prefix_caching=False)
+    for i in range(50):
+        assert apart.allocate(make_request(str(i), [*system, 5000 + i]))
+    assert apart.pool.num_used_blocks == 50 * 63
+
+
+def test_cache_salt_keeps_tenants_apart():
+    manager = BlockManager(20, 16)
+    prompt = list(range(33))
+    admit(manager, make_request("a", prompt, cache_salt="x"))
+    for salt, hit in ((None, 0), ("y", 0), ("x", 32)):
+        request = make_request("b", prompt, cache_salt=salt)
+        assert manager.allocate(request)
+        assert request.num_cached_tokens == hit
+        manager.free(request)
+
+
+def test_allocation_is_all_or_nothing():
+    manager = BlockManager(5, 16)
+    shared = make_request("a", list(range(32)))
+    admit(manager, shared)
+    manager.free(shared)
+    # Two of the four usable blocks are hits, so they are not free for the rest: 2 + 3 > 4.
+    request = make_request("b", [*range(32), *[7] * 40])
+    before = manager.pool.free_queue()
+    assert not manager.allocate(request)
+    assert manager.pool.free_queue() == before
+    assert not request.block_ids
+    assert manager.stats.num_query_tokens == 32
+
+
+def test_output_blocks_are_cached_too():
+    manager = BlockManager(10, 4)
+    request = make_request("a", [1, 2, 3])
+    admit(manager, request)
+    for token in (4, 5):
+        request.token_ids.append(token)
+        assert manager.append_slots(request, request.num_tokens)
+        manager.cache_full_blocks(request, request.num_tokens)
+    manager.free(request)
+    again = make_request("b", [1, 2, 3, 4, 5, 6])
+    assert manager.allocate(again)
+    assert again.num_cached_tokens == 4
+
+
+def test_double_allocation_is_an_error():
+    manager = BlockManager(10, 4)
+    request = make_request("a", [1, 2, 3])
+    assert manager.allocate(request)
+    with pytest.raises(ValueError, match="'a' holds blocks already"):
+        manager.allocate(request)

@@ -1,0 +1,157 @@
+"""load_model: a model by path or hub id, in whichever format it is stored."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from paged_jax.models.checkpoint import Checkpoint
+from paged_jax.models.config import ModelConfig
+from paged_jax.models.params import DTYPES, load_params
+from paged_jax.models.weights_gguf import open_gguf
+from paged_jax.models.weights_hf import open_folder
+
+# org/name, or org/name:file.gguf for one file of a repository.
+HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(:(?P<file>[^:]+\.gguf))?")
+HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufSource:
+    """A model in one GGUF file. metadata: its `tokenizer.*` entries as plain Python values."""
+
+    path: Path
+    metadata: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderSource:
+    """A model in a Hugging Face folder, tokenizer.json and chat template beside the weights."""
+
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run.
+
+    config: its sizes.
+    params: the architecture's pytree of weights on the default device, such as LlamaParams.
+    dtype: "float32" or "bfloat16", of the weights (norm weights are always float32).
+    eos_token_ids: any of these ends a text; empty where the checkpoint names none.
+    bos_token_id: None where the checkpoint names none.
+    generation_defaults: sampling defaults as the checkpoint states them, by their usual names.
+    tokenizer_source: where the tokenizer and chat template are.
+    name: what the model was asked for as, without folders.
+    """
+
+    config: ModelConfig
+    params: Any
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    generation_defaults: dict[str, float | int]
+    tokenizer_source: GgufSource | FolderSource
+    name: str
+
+
+def load_model(
+    model: str | os.PathLike[str], *, dtype: str = "auto", revision: str | None = None
+) -> LoadedModel:
+    """Loads configuration and weights of a model.
+
+    Args:
+        model: a .gguf file; a Hugging Face folder, or one that holds just a .gguf file; a hub id
+            "org/name"; or one file of a hub repository, "org/name:file.gguf".
+        dtype: "float32", "bfloat16" or "auto". Auto is float32 on CPU, where bfloat16 is slower;
+            elsewhere float32 for a float32 checkpoint and bfloat16 for any other.
+        revision: branch, tag or commit, for hub ids only.
+    Raises:
+        FileNotFoundError: nothing by this name here or on the hub.
+        ImportError: a GGUF file without the gguf package.
+        ModelLoadError: the checkpoint is broken or of a kind that is not supported.
+        ValueError: dtype or revision is not one of those above.
+    """
+    if dtype not in (*DTYPES, "auto"):
+        raise ValueError(f"dtype={dtype!r} is not supported: use 'auto' or one of {DTYPES}")
+    path, name = _locate(model, revision)
+    checkpoint = open_folder(path) if path.is_dir() else open_gguf(path)
+    source: GgufSource | FolderSource = FolderSource(path=path)
+    if checkpoint.tokenizer_metadata is not None:
+        source = GgufSource(path=path, metadata=checkpoint.tokenizer_metadata)
+    dtype = _choose_dtype(checkpoint) if dtype == "auto" else dtype
+    return LoadedModel(
+        config=checkpoint.config,
+        params=load_params(checkpoint.specs, checkpoint.read, dtype),
+        dtype=dtype,
+        eos_token_ids=checkpoint.generation.eos_token_ids,
+        bos_token_id=checkpoint.generation.bos_token_id,
+        generation_defaults=checkpoint.generation.defaults,
+        tokenizer_source=source,
+        name=name,
+    )
+
+
+def _choose_dtype(checkpoint: Checkpoint) -> str:
+    if jax.default_backend() == "cpu" or checkpoint.stored_dtype == "float32":
+        return "float32"
+    return "bfloat16"
+
+
+def _locate(model: str | os.PathLike[str], revision: str | None) -> tuple[Path, str]:
+    """The local .gguf file or Hugging Face folder that `model` means, and the model's name."""
+    path = Path(model).expanduser()
+    if path.exists():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for hub ids; {path} is here: leave it out")
+        path = _gguf_within(path) if path.is_dir() else path
+        # Not resolve(): in the hub's cache that would lead to a file named after its hash.
+        absolute = Path(os.path.abspath(path))
+        return path, absolute.stem if path.is_file() else absolute.name
+    match = HUB_ID.fullmatch(os.fspath(model))
+    if match is None or (match["file"] is None and match["repo"].endswith(".gguf")):
+        raise FileNotFoundError(
+            f"no model at {path.absolute()}: give a .gguf file, a Hugging Face folder, or a hub id "
+            "such as 'org/name'"
+        )
+    return _download(match["repo"], match["file"], revision, path), os.fspath(model)
+
+
+def _gguf_within(folder: Path) -> Path:
+    """The folder itself, or the one .gguf file in it if it is not a Hugging Face folder."""
+    if (folder / "config.json").exists():
+        return folder
+    gguf_files = sorted(folder.glob("*.gguf"))
+    if len(gguf_files) == 1:
+        return gguf_files[0]
+    if gguf_files:
+        names = ", ".join(file.name for file in gguf_files)
+        raise FileNotFoundError(f"{folder} holds several models: name one of {names}")
+    raise FileNotFoundError(
+        f"{folder} holds neither a config.json nor a .gguf file: give a model's own folder"
+    )
+
+
+def _download(repo: str, file: str | None, revision: str | None, tried: Path) -> Path:
+    import huggingface_hub  # slow to import, and only needed here
+
+    try:
+        if file is not None:
+            return Path(huggingface_hub.hf_hub_download(repo, file, revision=revision))
+        folder = huggingface_hub.snapshot_download(
+            repo, revision=revision, allow_patterns=HUB_PATTERNS
+        )
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no model at {tried.absolute()}, and {repo!r} could not be fetched from the hub "
+            f"({error}): check the name, the network, or log in if the model is gated"
+        ) from error
+    if not (Path(folder) / "config.json").exists():
+        raise FileNotFoundError(
+            f"hub repository {repo!r} has no config.json; for one of its GGUF files give "
+            f"'{repo}:<file>.gguf'"
+        )
+    return Path(folder)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
-import pathlib
 import time
 
 import jax
 import numpy as np
 
 from paged_jax.batch import Buckets, StepBatch, empty_batch, empty_sampling
+from paged_jax.demo_model import cache_folder
 from paged_jax.kv_pool import KVPool
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
@@ -24,14 +23,6 @@ _jitted_step = jax.jit(
     static_argnames=("config", "attention_implementation", "tensor_axis"),
     donate_argnames="pool",
 )
-
-
-def cache_folder() -> pathlib.Path:
-    """Where the project keeps what it can make again: $PAGED_JAX_CACHE, or the user's cache."""
-    if folder := os.environ.get("PAGED_JAX_CACHE"):
-        return pathlib.Path(folder)
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "paged-jax"
 
 
 def enable_persistent_cache() -> None:

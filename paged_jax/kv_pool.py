@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import ragged_paged_attention, write_kv
+from pallas_kernels import plan_attention, ragged_paged_attention, write_kv
 from paged_jax.batch import StepBatch
 
 
@@ -38,8 +38,14 @@ class KVPool:
         head_dim: int,
         dtype: DTypeLike = jnp.float32,
     ) -> KVPool:
-        """A pool of zeros. Its blocks are handed out by `BlockManager`, block 0 never."""
+        """A pool of zeros. Its blocks are handed out by `BlockManager`, block 0 never.
+
+        On CPU a bfloat16 pool keeps its numbers as raw bits (uint16), because XLA of jax 0.10
+        would copy the whole pool at every write of bfloat16; the kernels read either.
+        """
         shape = (num_blocks, 2 * num_kv_heads, block_size, head_dim)
+        if jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu":
+            dtype = jnp.uint16
         return cls(layers=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
 
     @property
@@ -66,7 +72,9 @@ def block_bytes(
     return 2 * num_layers * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize * block_size
 
 
-def paged_attend(batch: StepBatch, *, scale: float, implementation: str | None = None):
+def paged_attend(
+    batch: StepBatch, *, block_size: int, scale: float, implementation: str | None = None
+):
     """The `attend` of a model's forward pass: write the step's keys and values, then attend.
 
     The write comes before the read, in every layer and for the whole step: so a sequence may read
@@ -74,6 +82,7 @@ def paged_attend(batch: StepBatch, *, scale: float, implementation: str | None =
 
     Args:
       batch: where each token's key and value go, and which blocks each sequence reads.
+      block_size: tokens a block of the pool.
       scale: factor on the query-key products, usually head_dim ** -0.5.
       implementation: see `pallas_kernels.ragged_paged_attention`.
 
@@ -81,18 +90,16 @@ def paged_attend(batch: StepBatch, *, scale: float, implementation: str | None =
       attend(q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D], layer) -> (out[T, Hq, D], layer), where layer
       is an entry of `KVPool.layers`.
     """
+    where = (batch.kv_lens, batch.block_tables, batch.query_starts, batch.num_seqs)
+    plan = None
+    if implementation != "reference":  # It alone takes none. All layers share the work list.
+        num_rows = batch.token_ids.shape[0]
+        plan = plan_attention(*where, num_rows=num_rows, block_size=block_size)
 
     def attend(q, k, v, layer):
         layer = write_kv(layer, k, v, batch.slot_mapping)
         out = ragged_paged_attention(
-            q,
-            layer,
-            batch.kv_lens,
-            batch.block_tables,
-            batch.query_starts,
-            batch.num_seqs,
-            scale=scale,
-            implementation=implementation,
+            q, layer, *where, scale=scale, implementation=implementation, plan=plan
         )
         return out, layer
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from tqdm.auto import tqdm
 
 from paged_jax.compile import StepRunner, enable_persistent_cache
@@ -356,7 +357,7 @@ def _tokenizer_of(model: LoadedModel) -> Tokenizer:
 
 def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> Engine:
     device = jax.devices()[0]
-    dtype = jax.tree.leaves(model.params)[0].dtype
+    dtype = jnp.dtype(model.dtype)
     scheduler_config, buckets = resolve(
         config, model.config, model.params, dtype=dtype, device=device
     )

@@ -40,7 +40,10 @@ def forward(
     """
     model = model_module(config)
     attend = paged_attend(
-        batch, scale=config.head_dim**-0.5, implementation=attention_implementation
+        batch,
+        block_size=pool.block_size,
+        scale=config.head_dim**-0.5,
+        implementation=attention_implementation,
     )
     hidden, layers = model.forward(
         params,

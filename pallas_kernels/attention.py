@@ -70,7 +70,7 @@ def ragged_paged_attention(
     Source: PagedAttention (arXiv 2309.06180); the online softmax and the tiling are
     FlashAttention's (arXiv 2205.14135), the split of long decodes Flash-Decoding's.
     """
-    num_seqs = jnp.asarray(num_seqs)
+    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
     check_pool(pool_layer)
     _check_queries(q, pool_layer)
     _check_batch(kv_lens, block_tables, query_starts, num_seqs)
@@ -134,7 +134,7 @@ def plan_attention(
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it and what would.
     """
-    num_seqs = jnp.asarray(num_seqs)
+    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
     _check_batch(kv_lens, block_tables, query_starts, num_seqs)
     _check_positive_int("num_rows", num_rows)
     _check_positive_int("block_size", block_size)

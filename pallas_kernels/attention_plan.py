@@ -76,7 +76,7 @@ def make_plan(
     """Arguments as in `pallas_kernels.plan_attention`, already checked."""
     max_seqs = kv_lens.shape[0]
     query_lens = query_starts[1:] - query_starts[:-1]
-    is_real = jnp.arange(max_seqs) < num_seqs
+    is_real = (jnp.arange(max_seqs) < num_seqs) & (kv_lens > 0)
     return AttentionPlan(
         **_decode_items(
             kv_lens,

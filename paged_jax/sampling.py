@@ -1,0 +1,424 @@
+"""Sampling on device: from logits to one token a row, without a sort.
+
+Every row has parameters of its own, held in arrays, so that one compiled program serves every mix.
+What no row asks for is not paid for: `lax.cond` skips the mask, the random draw, the filters and
+the logprobs when no row of the batch wants them.
+
+The filters (min-p, top-k, top-p) each keep the tokens whose logit reaches some threshold, so a row
+needs one number, not a sorted vocabulary. The thresholds of top-k and top-p are found by bisection,
+each pass one reduction over the vocabulary: the idea of the sorting-free sampling kernels of
+FlashInfer (Ye et al., 2025), whose pivots this module places at midpoints, and of radix select,
+from which it takes the integer image of a float that bounds the number of passes.
+
+The token is drawn by an exponential race: with E_i ~ Exp(1), argmax w_i / E_i is distributed as
+w / sum(w). That is the Gumbel-max trick without its second logarithm.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+
+from paged_jax.sampling_params import MAX_LOGPROBS
+
+MAX_MASKED_TOKENS = 64
+"""Width of `SamplingBatch.masked_tokens`: most ids that `min_tokens` can hold back in a row."""
+
+# Lanes of a vector register tile on TPUs, and a width that CPUs vectorise well.
+_BLOCK_SIZE = 128
+# Blocks that the thresholds are first looked for in; wider than nearly every nucleus.
+_NUM_CANDIDATE_BLOCKS = 64
+# exp(-104) is 0 in float32: a token this many nats below the likeliest has no weight at all.
+_NEGLIGIBLE_NATS = 104.0
+# Below this, dividing by the temperature would overflow or meet flushed denormals.
+_MIN_TEMPERATURE = 1e-7
+# Passes between looks at which logits are left in the bracket (a look costs about two passes).
+_PASSES_PER_ROUND = 4
+# Halving by value settles ordinary logits in about 20 passes. The integer image then takes 32 at
+# most for whatever is left, such as values spread over many powers of two.
+_MAX_VALUE_PASSES = 24
+_MAX_PASSES = _MAX_VALUE_PASSES + 32 + _PASSES_PER_ROUND
+
+
+# What a field of a batch holds: jax arrays inside a step, numpy arrays on their way to it.
+Array = Any
+
+
+@struct.dataclass
+class SamplingBatch:
+    """What each of S rows asks of the sampler. Rows of padding are greedy: all fields 0, ids -1."""
+
+    temperature: Array  # float32[S], 0 is greedy
+    top_k: Array  # int32[S], 0 is off
+    top_p: Array  # float32[S], 1 is off (0 is taken as off too)
+    min_p: Array  # float32[S], 0 is off
+    seed: Array  # uint32[S, 2], low and high word of the row's seed
+    positions: Array  # int32[S], position in its sequence of the token to be drawn
+    masked_tokens: Array  # int32[S, MAX_MASKED_TOKENS], ids that may not be drawn, padded -1
+    num_logprobs: Array  # int32[S], alternatives wanted, -1 for no logprobs at all
+
+
+@struct.dataclass
+class SamplerOutput:
+    """One token for each of S rows. K = min(MAX_LOGPROBS, V).
+
+    The logprobs are of the raw logits: before the mask, the temperature and the filters. All five
+    fields but `token_ids` and `is_finite` are zeros when no row asked for logprobs.
+    """
+
+    token_ids: jax.Array  # int32[S]
+    logprob: jax.Array  # float32[S], of the drawn token
+    rank: jax.Array  # int32[S], 1 + the number of tokens with a strictly greater raw logit
+    top_ids: jax.Array  # int32[S, K], likeliest first, equal logits by id
+    top_logprobs: jax.Array  # float32[S, K]
+    is_finite: jax.Array  # bool[S], False: nan, +inf or no finite logit; the token means nothing
+
+
+def sample(logits: jax.Array, batch: SamplingBatch) -> SamplerOutput:
+    """Draws one token a row, each row by its own parameters.
+
+    In order: the mask, temperature, min-p, top-k, and top-p over what top-k left. Tokens tied at a
+    threshold are all kept. Greedy rows take the likeliest token, the lowest id among equals.
+
+    A row's token is a function of its own logits, parameters, seed and position alone. Logits are
+    compared exactly; probability masses (top-p and the draw) are float32 sums.
+
+    A row whose logits hold nan or +inf, or nothing finite (also: nothing left by the mask), is
+    reported in `is_finite` with token 0. It does not touch other rows.
+
+    Args:
+        logits: float32[S, V].
+        batch: arrays of S rows.
+
+    Raises:
+        ValueError: `logits` is not float32[S, V] with the batch's S.
+    """
+    num_rows = batch.temperature.shape[0]
+    if logits.ndim != 2 or logits.shape[0] != num_rows or logits.dtype != jnp.float32:
+        raise ValueError(
+            f"logits is {logits.dtype}{list(logits.shape)}; it must be float32[{num_rows}, vocab] "
+            f"to match a SamplingBatch of {num_rows} rows"
+        )
+    raw_max = jnp.max(logits, axis=-1)
+    is_masked = jnp.any(batch.masked_tokens >= 0)
+    allowed = lax.cond(is_masked, _mask_tokens, lambda x, _: x, logits, batch.masked_tokens)
+    row_max = jnp.max(allowed, axis=-1)
+    # Whether max() passes nan on differs between backends, so nan is looked for.
+    is_finite = jnp.all(logits < jnp.inf, axis=-1) & jnp.isfinite(row_max)
+
+    token_ids = lax.cond(
+        jnp.any(batch.temperature > 0), _draw_or_argmax, _argmax, allowed, row_max, batch
+    )
+    token_ids = jnp.where(is_finite, token_ids, 0)
+    logprob, rank, top_ids, top_logprobs = lax.cond(
+        jnp.any(batch.num_logprobs >= 0), _logprobs, _no_logprobs, logits, raw_max, token_ids
+    )
+    return SamplerOutput(
+        token_ids=token_ids,
+        logprob=logprob,
+        rank=rank,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        is_finite=is_finite,
+    )
+
+
+def _mask_tokens(logits, masked_tokens):
+    # A negative index would count from the end; V is out of range and is dropped.
+    ids = jnp.where(masked_tokens < 0, logits.shape[-1], masked_tokens)
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, ids].set(-jnp.inf, mode="drop")
+
+
+def _argmax(logits, row_max, batch):
+    del batch  # the same signature as _draw_or_argmax, for lax.cond
+    # XLA's argmax reduces pairs, one element at a time on CPU; these two reductions vectorise.
+    vocab_size = logits.shape[-1]
+    ids = jnp.arange(vocab_size, dtype=jnp.int32)
+    return jnp.min(jnp.where(logits == row_max[:, None], ids, vocab_size), axis=-1)
+
+
+def _draw_or_argmax(logits, row_max, batch):
+    """int32[S]: a random token where the row's temperature is above 0, else the likeliest."""
+    keys = jax.vmap(_row_key)(batch.seed, batch.positions)
+    drawn = _race(draw_weights(logits, row_max, batch), keys)
+    return jnp.where(batch.temperature > 0, drawn, _argmax(logits, row_max, batch))
+
+
+def draw_weights(logits: jax.Array, row_max: jax.Array, batch: SamplingBatch) -> jax.Array:
+    """What each token weighs in the draw: its probability after temperature and filters, unscaled.
+
+    Args:
+        logits: float32[S, V], masked tokens at -inf.
+        row_max: float32[S], the greatest logit of each row.
+        batch: arrays of S rows. What greedy rows get has no meaning.
+
+    Returns:
+        float32[S, V]: 1 for the likeliest token, 0 for what min-p, top-k or top-p drop.
+    """
+    temperature = jnp.maximum(batch.temperature, _MIN_TEMPERATURE)
+    floor = _floor(row_max, temperature, batch.min_p)
+    threshold = lax.cond(
+        jnp.any(_needs_top_k(batch, logits.shape[-1]) | _needs_top_p(batch)),
+        lambda: _threshold(logits, row_max, floor, temperature, batch),
+        lambda: floor,
+    )
+    return _weights(logits, row_max, temperature, threshold)
+
+
+def _floor(row_max, temperature, min_p):
+    """float32[S]: the logit below which a token is dropped by min-p, or weighs nothing anyway."""
+    # p >= min_p * p_max is the same as (logit - max) / temperature >= log(min_p); log(0) is -inf.
+    nats = jnp.maximum(jnp.log(min_p), -_NEGLIGIBLE_NATS)
+    return row_max + temperature * nats
+
+
+def _weights(logits, row_max, temperature, threshold):
+    """float32[S, ...]: probabilities up to a factor per row (1 for the likeliest), or 0."""
+    # Subtracting first keeps a tiny temperature from overflowing: no exponent is above 0.
+    like = (-1,) + (1,) * (logits.ndim - 1)
+    scaled = (logits - row_max.reshape(like)) / temperature.reshape(like)
+    return jnp.where(logits >= threshold.reshape(like), jnp.exp(scaled), 0.0)
+
+
+# --- thresholds of top-k and top-p -------------------------------------------------------------
+
+
+def _needs_top_k(batch, vocab_size):
+    return (batch.temperature > 0) & (batch.top_k > 0) & (batch.top_k < vocab_size)
+
+
+def _needs_top_p(batch):
+    return (batch.temperature > 0) & (batch.top_p > 0) & (batch.top_p < 1)
+
+
+def _threshold(logits, row_max, floor, temperature, batch):
+    """float32[S]: the lowest logit that all filters keep.
+
+    The likeliest tokens usually lie in few blocks of the vocabulary, so the search first runs over
+    the blocks with the greatest maxima. What it finds is right for the whole vocabulary when it is
+    above all that was left out. The rows where it is not are searched again, over everything.
+    """
+    blocks = _in_blocks(logits, -jnp.inf)
+    needs_top_k = _needs_top_k(batch, logits.shape[-1])
+    needs_top_p = _needs_top_p(batch)
+
+    def search(candidates, is_wanted):
+        def top_k(lower):
+            upper = jnp.where(is_wanted & needs_top_k, row_max, lower)
+            return _bisect(candidates, None, batch.top_k, lower, upper)
+
+        def top_p(lower):
+            upper = jnp.where(is_wanted & needs_top_p, row_max, lower)
+            total = _ordered_sum(_weights(blocks, row_max, temperature, lower))
+            weights = _weights(candidates, row_max, temperature, lower)
+            return _bisect(candidates, weights, batch.top_p * total, lower, upper)
+
+        lower = lax.cond(jnp.any(needs_top_k), top_k, lambda lower: lower, floor)
+        threshold = lax.cond(jnp.any(needs_top_p), top_p, lambda lower: lower, lower)
+        return threshold, jnp.where(needs_top_k, lower, threshold)
+
+    is_filtered = needs_top_k | needs_top_p
+    if blocks.shape[1] <= 2 * _NUM_CANDIDATE_BLOCKS:
+        return search(blocks, is_filtered)[0]
+    candidates, _, rest_max = _best_blocks(blocks, _NUM_CANDIDATE_BLOCKS)
+    threshold, lowest_found = search(candidates, is_filtered)
+    # Row by row, or one wide row would move what its neighbours get by a rounding error.
+    is_unsettled = is_filtered & (lowest_found <= rest_max)
+    return lax.cond(
+        jnp.any(is_unsettled),
+        lambda: jnp.where(is_unsettled, search(blocks, is_unsettled)[0], threshold),
+        lambda: threshold,
+    )
+
+
+def _bisect(values, weights, target, lower, upper):
+    """float32[S]: the greatest v in [lower, upper] such that what reaches v weighs `target`.
+
+    Let F(v) be the sum of the weights (or the count, when weights is None) where values >= v. F
+    falls as v rises. The answer is the greatest v with F(v) >= target, or the least of the values
+    from `lower` up if there is none. Rows with lower >= upper are left at `lower`.
+
+    Each pass halves the bracket and costs one reduction over values[S, blocks, _BLOCK_SIZE]; after
+    each round the bracket is drawn in to the values inside it, and a row ends when one is left. F
+    is summed in the same order in all passes, so that it is monotone in float32 as well.
+    """
+
+    def reach(v):
+        reached = values >= v[:, None, None]
+        if weights is None:
+            return jnp.sum(reached, axis=(1, 2), dtype=jnp.int32)
+        return _ordered_sum(jnp.where(reached, weights, 0.0))
+
+    def is_open(state):
+        num_passes, low, _, high, sum_low = state
+        is_row_open = low < high
+        if weights is None:  # exactly `target` values reach low: no need to know the least of them
+            is_row_open &= sum_low != target
+        return jnp.any(is_row_open) & (num_passes < _MAX_PASSES)
+
+    def one_pass(_, state):
+        num_passes, low, beyond, high, sum_low = state
+        middle = _midpoint(low, high, by_value=num_passes < _MAX_VALUE_PASSES)
+        sum_middle = reach(middle)
+        # A row that has ended, and waits for others, may have high <= low: it stays at low.
+        enough = (sum_middle >= target) & (middle > low)
+        low = jnp.where(enough, middle, low)
+        sum_low = jnp.where(enough, sum_middle, sum_low)
+        high = jnp.where(enough, high, middle)
+        beyond = jnp.where(enough, beyond, middle)
+        return num_passes + 1, low, beyond, high, sum_low
+
+    def one_round(state):
+        state = lax.fori_loop(0, _PASSES_PER_ROUND, one_pass, state)
+        num_passes, low, beyond, _, sum_low = state
+        low = _least_value_from(values, low)
+        inside = jnp.where(values < beyond[:, None, None], values, -jnp.inf)
+        return num_passes, low, beyond, jnp.max(inside, axis=(1, 2)), sum_low
+
+    # F(low) >= target and F(beyond) < target; `high` is the greatest value that may be the answer.
+    beyond = jnp.full_like(lower, jnp.inf)
+    state = (jnp.int32(0), lower, beyond, upper, jnp.full_like(target, -1))
+    _, low, _, _, _ = lax.while_loop(is_open, one_round, state)
+    return jnp.where(lower < upper, _least_value_from(values, low), lower)
+
+
+def _least_value_from(values, bound):
+    return jnp.min(jnp.where(values >= bound[:, None, None], values, jnp.inf), axis=(1, 2))
+
+
+def _midpoint(low, high, *, by_value):
+    """float32[S] in (low, high] where low < high: halfway in value, or in number of floats."""
+    by_count = _float_of_rank((_rank_of(low) >> 1) + (_rank_of(high) >> 1))
+    middle = jnp.where(by_value, low + (high - low) * 0.5, by_count)
+    # Neighbouring floats, or denormals that the machine flushes, have nothing between them.
+    return jnp.where(middle > low, middle, high)
+
+
+def _rank_of(x):
+    """int32: order-preserving image of float32. Negative floats count down as their bits go up."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def _float_of_rank(rank):
+    """float32: the inverse of `_rank_of`."""
+    return lax.bitcast_convert_type(rank ^ ((rank >> 31) & 0x7FFFFFFF), jnp.float32)
+
+
+# --- blocks of the vocabulary ------------------------------------------------------------------
+
+
+def _in_blocks(values, fill):
+    """[S, V] -> [S, blocks, _BLOCK_SIZE], the last block filled up with `fill`."""
+    num_rows, vocab_size = values.shape
+    padding = -vocab_size % _BLOCK_SIZE
+    if padding:
+        values = jnp.pad(values, ((0, 0), (0, padding)), constant_values=fill)
+    return values.reshape(num_rows, -1, _BLOCK_SIZE)
+
+
+def _best_blocks(blocks, count):
+    """The `count` blocks with the greatest maxima, equal ones by index; there must be more.
+
+    They hold the `count` greatest logits (equal ones by id): a token of any other block has that
+    many maxima before it.
+
+    Returns:
+        float32[S, count, _BLOCK_SIZE] their logits, in order of token id; int32[S, count] their
+        indices, ascending; float32[S] the greatest logit of the other blocks.
+    """
+    maxima, indices = lax.top_k(jnp.max(blocks, axis=-1), count + 1)
+    chosen = jnp.sort(indices[:, :count], axis=-1)
+    return jnp.take_along_axis(blocks, chosen[:, :, None], axis=1), chosen, maxima[:, count]
+
+
+def _lane_sums(blocks):
+    """[S, blocks, _BLOCK_SIZE] -> [S, _BLOCK_SIZE]: sums over the blocks, lane by lane."""
+    return jnp.sum(blocks, axis=1)
+
+
+def _ordered_sum(blocks):
+    """[S, blocks, _BLOCK_SIZE] -> [S], added up in an order that does not follow S.
+
+    A plain sum over the last axis is split in ways that depend on the batch's shape, and would move
+    the edge of top-p by a rounding error from one batch to another.
+    """
+    lanes = _lane_sums(blocks)
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes[:, 0]
+
+
+# --- the draw ----------------------------------------------------------------------------------
+
+
+def _row_key(seed, position):
+    """The key of one token: from uint32[2] and int32[], whatever PRNG is jax's default."""
+    return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+
+
+def _race(weights, keys):
+    """int32[S]: index i with probability weights[s, i] / sum(weights[s]).
+
+    In two stages, a lane by its sum over the blocks and then a token of that lane, so that a row
+    needs V / _BLOCK_SIZE + _BLOCK_SIZE random numbers instead of V. A weight of 0 never wins.
+    """
+    blocks = _in_blocks(weights, 0.0)
+    num_blocks = blocks.shape[1]
+    times = _exponential(keys, _BLOCK_SIZE + num_blocks)
+    lane = jnp.argmax(_lane_sums(blocks) / times[:, :_BLOCK_SIZE], axis=-1)
+    in_lane = jnp.take_along_axis(blocks, lane[:, None, None], axis=2)[:, :, 0]
+    block = jnp.argmax(in_lane / times[:, _BLOCK_SIZE:], axis=-1)
+    return (block * _BLOCK_SIZE + lane).astype(jnp.int32)
+
+
+def _exponential(keys, count):
+    """float32[S, count] ~ Exp(1), exact down to 2**-32: the small ones decide a race."""
+    bits = jax.vmap(lambda key: jax.random.bits(key, (count,), jnp.uint32))(keys)
+    uniform = (bits.astype(jnp.float32) + 1.0) * 2.0**-32
+    # 1 would give infinity, and lose the race even against a token of weight 0.
+    return -jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24))
+
+
+# --- logprobs ----------------------------------------------------------------------------------
+
+
+def _logprobs(logits, row_max, token_ids):
+    """Logprob and rank of the drawn tokens, ids and logprobs of the likeliest ones."""
+    vocab_size = logits.shape[-1]
+    total = jnp.log(jnp.sum(jnp.exp(logits - row_max[:, None]), axis=-1))
+    drawn = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)
+    rank = 1 + jnp.sum(logits > drawn, axis=-1, dtype=jnp.int32)
+    top_logits, top_ids = _top(logits, min(MAX_LOGPROBS, vocab_size))
+
+    # In this order the large terms cancel before the small one is taken away.
+    def logprob(x):
+        return (x - row_max[:, None]) - total[:, None]
+
+    return logprob(drawn)[:, 0], rank, top_ids, logprob(top_logits)
+
+
+def _no_logprobs(logits, row_max, token_ids):
+    del row_max, token_ids  # the same signature as _logprobs, for lax.cond
+    num_rows, num_top = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
+    per_row, per_top = (num_rows,), (num_rows, num_top)
+    return (
+        jnp.zeros(per_row, jnp.float32),
+        jnp.zeros(per_row, jnp.int32),
+        jnp.zeros(per_top, jnp.int32),
+        jnp.zeros(per_top, jnp.float32),
+    )
+
+
+def _top(logits, count):
+    """The `count` greatest logits and their ids, equal ones by id, from few blocks if possible."""
+    if logits.shape[-1] <= 2 * count * _BLOCK_SIZE:
+        return lax.top_k(logits, count)
+    candidates, chosen, _ = _best_blocks(_in_blocks(logits, -jnp.inf), count)
+    top_logits, index = lax.top_k(candidates.reshape(logits.shape[0], -1), count)
+    block = jnp.take_along_axis(chosen, index // _BLOCK_SIZE, axis=-1)
+    return top_logits, block * _BLOCK_SIZE + index % _BLOCK_SIZE

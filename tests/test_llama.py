@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import model_files
 import numpy as np
 import pytest
+from dense_llama import dense_attend, model_logits
 
 from paged_jax.models import layers, llama, params
 from paged_jax.models.config import ModelConfig, ModelLoadError, RopeConfig
@@ -18,25 +19,6 @@ from paged_jax.models.loader import load_model
 from paged_jax.models.registry import MODELS, model_module
 
 GOLDENS = Path(__file__).parent / "goldens"
-
-
-def dense_attend(q, k, v, cache):
-    """Causal attention over one whole sequence, without a cache."""
-    num_tokens, num_heads, head_dim = q.shape
-    k, v = (jnp.repeat(x, num_heads // x.shape[1], axis=1).astype(jnp.float32) for x in (k, v))
-    scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), k) / math.sqrt(head_dim)
-    causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("hts,shd->thd", weights, v), cache
-
-
-@functools.partial(jax.jit, static_argnames=("config", "tensor_axis"))
-def model_logits(weights, token_ids, positions, *, config, tensor_axis=None):
-    caches = [None] * config.num_layers
-    hidden, _ = llama.forward(
-        weights, token_ids, positions, caches, dense_attend, config=config, tensor_axis=tensor_axis
-    )
-    return llama.logits(weights, hidden, config=config, tensor_axis=tensor_axis)
 
 
 def as_params(config: ModelConfig, tensors: dict[str, np.ndarray], dtype: str = "float32"):

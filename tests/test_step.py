@@ -1,0 +1,188 @@
+"""The functional core against dense float32 attention without pages, under the caller's own jit."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dense_llama import model_logits
+from tiny_engine import tiny_model
+
+import paged_jax as pj
+from paged_jax.batch import Buckets
+from paged_jax.sampling_params import SamplingParams
+
+GOLDENS = Path(__file__).parent / "goldens" / "smollm2_135m_q4_1_greedy.json"
+
+
+def make_pool(config, num_blocks, block_size=16):
+    return pj.KVPool.create(
+        num_layers=config.num_layers,
+        num_blocks=num_blocks,
+        num_kv_heads=config.num_kv_heads,
+        block_size=block_size,
+        head_dim=config.head_dim,
+    )
+
+
+def dense_logits(model, tokens):
+    """float32[len, vocab] of one sequence, without pages."""
+    return np.asarray(
+        model_logits(
+            model.params,
+            jnp.asarray(tokens, jnp.int32),
+            jnp.arange(len(tokens), dtype=jnp.int32),
+            config=model.config,
+        )
+    )
+
+
+def relative_error(ours, reference):
+    return np.abs(ours - reference).max() / np.abs(reference).max()
+
+
+def check_against_dense(model, sequences, split, block_size, num_blocks):
+    """Prefills in two ragged chunks, decodes two tokens each, and compares every step's logits."""
+    step = jax.jit(pj.forward, static_argnames="config", donate_argnames="pool")
+    blocks = pj.BlockManager(num_blocks, block_size)
+    requests = []
+    for i, tokens in enumerate(sequences):
+        params = SamplingParams(max_tokens=1)
+        requests.append(pj.Request(str(i), tokens, params, max_model_len=10_000))
+        assert blocks.allocate(requests[-1])
+    tables = [request.block_ids for request in requests]
+    pool = make_pool(model.config, num_blocks, block_size)
+    expected = [dense_logits(model, tokens) for tokens in sequences]
+    ends = [len(tokens) - 2 for tokens in sequences]
+    spans = [[0, split, end, end + 1, end + 2] for end in ends]
+    for phase in range(4):
+        starts = [span[phase] for span in spans]
+        chunk = [
+            tokens[span[phase] : span[phase + 1]]
+            for tokens, span in zip(sequences, spans, strict=True)
+        ]
+        batch = pj.make_batch(
+            chunk, starts, tables, block_size=block_size, num_tokens=sum(map(len, chunk)) + 3,
+            num_seqs=len(sequences) + 1,
+        )  # fmt: skip
+        pool, logits = step(model.params, pool, batch, config=model.config)
+        for s, span in enumerate(spans):
+            reference = expected[s][span[phase + 1] - 1]
+            assert relative_error(np.asarray(logits[s]), reference) < 1e-4
+
+
+def test_paged_logits_equal_dense_ones_on_a_tiny_model():
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 256, n).tolist() for n in (40, 9, 23, 70)]
+    check_against_dense(tiny_model(), sequences, split=5, block_size=4, num_blocks=60)
+
+
+def test_paged_logits_equal_dense_ones_on_the_demo_model(demo_model_path):
+    model = pj.load_model(demo_model_path, dtype="float32")
+    goldens = json.loads(GOLDENS.read_text())[:3]
+    sequences = [g["prompt_token_ids"] + g["output_token_ids"][:20] for g in goldens]
+    check_against_dense(model, sequences, split=20, block_size=16, num_blocks=64)
+
+
+def test_a_decode_loop_under_the_callers_jit_equals_the_engine():
+    """What the README's example does: prefill two prompts, then scan over decodes on device."""
+    from tiny_engine import tiny_llm
+
+    model = tiny_model()
+    prompts = [list(range(40, 52)), list(range(7, 30))]
+    num_new, block_size = 9, 4
+    pool = make_pool(model.config, 40, block_size)
+    blocks = pj.BlockManager(40, block_size)
+    tables = []
+    for i, prompt in enumerate(prompts):
+        request = pj.Request(
+            str(i), prompt + [0] * num_new, SamplingParams(max_tokens=1), max_model_len=100
+        )
+        assert blocks.allocate(request)
+        tables.append(request.block_ids)
+    batch = pj.make_batch(prompts, [0, 0], tables, block_size=block_size)
+    step = functools.partial(pj.forward, config=model.config)
+    pool, logits = jax.jit(step, donate_argnums=1)(model.params, pool, batch)
+    first = logits.argmax(-1).astype(jnp.int32)
+
+    @functools.partial(jax.jit, donate_argnums=1)
+    def decode(params, pool, tokens, positions, tables):
+        def body(carry, _):
+            pool, tokens, positions = carry
+            batch = pj.decode_batch(tokens, positions, tables, block_size=block_size)
+            pool, logits = step(params, pool, batch)
+            chosen = logits.argmax(-1).astype(jnp.int32)
+            return (pool, chosen, positions + 1), chosen
+
+        carry = (pool, tokens, positions)
+        return jax.lax.scan(body, carry, length=num_new - 1)
+
+    positions = jnp.array([len(p) for p in prompts], jnp.int32)
+    (pool, *_), rest = decode(model.params, pool, first, positions, batch.block_tables)
+    tokens = np.concatenate([np.asarray(first)[None], np.asarray(rest)]).T.tolist()
+    llm = tiny_llm(model)
+    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    assert tokens == [output.outputs[0].token_ids for output in outputs]
+
+
+def test_decode_batch_equals_make_batch():
+    tables = np.array([[3, 5], [2, 0], [0, 0]], np.int32)
+    made = pj.make_batch([[7], [8]], [5, 2], [[3, 5], [2]], block_size=4, num_tokens=3, num_seqs=3)
+    on_device = pj.decode_batch(
+        jnp.array([7, 8, 0], jnp.int32),
+        jnp.array([5, 2, -1], jnp.int32),
+        jnp.asarray(tables),
+        block_size=4,
+    )
+    for field, expected in vars(made).items():
+        np.testing.assert_array_equal(getattr(on_device, field), expected, err_msg=field)
+
+
+def test_make_batch_lays_out_ragged_chunks():
+    batch = pj.make_batch(
+        [[10, 11, 12], [20]], [2, 8], [[4, 6], [7, 8, 9]], block_size=4, num_tokens=6, num_seqs=3
+    )
+    assert batch.token_ids.tolist() == [10, 11, 12, 20, 0, 0]
+    assert batch.positions.tolist() == [2, 3, 4, 8, 0, 0]
+    assert batch.slot_mapping.tolist() == [18, 19, 24, 36, 0, 0]
+    assert batch.query_starts.tolist() == [0, 3, 4, 4]
+    assert batch.kv_lens.tolist() == [5, 9, 0]
+    assert batch.block_tables.tolist() == [[4, 6, 0], [7, 8, 9], [0, 0, 0]]
+    assert batch.num_seqs == 2
+    assert {array.dtype for array in jax.tree.leaves(batch)} == {np.dtype(np.int32)}
+
+
+def test_make_batch_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="2, 1 and 2 entries"):
+        pj.make_batch([[1], [2]], [0], [[1], [2]], block_size=4)
+    with pytest.raises(ValueError, match=r"sequence 0: 5 tokens from position 4 .* 8 slots"):
+        pj.make_batch([[1] * 5], [4], [[1, 2]], block_size=4)
+    with pytest.raises(ValueError, match=r"sequence 1: 0 tokens"):
+        pj.make_batch([[1], []], [0, 0], [[1], [2]], block_size=4)
+    with pytest.raises(ValueError, match=r"num_tokens=2 is too small: this batch needs 3"):
+        pj.make_batch([[1] * 3], [0], [[1]], block_size=4, num_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "max_num_batched_tokens"), [(1, 1), (1, 16), (32, 512), (33, 100), (256, 2048)]
+)
+def test_every_step_has_a_bucket_and_the_buckets_are_few(max_num_seqs, max_num_batched_tokens):
+    buckets = Buckets.choose(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=100,
+        block_size=16,
+    )
+    assert buckets.table_width == 7
+    shapes = buckets.shapes()
+    assert len(shapes) <= 12
+    for num_seqs in range(1, max_num_seqs + 1):
+        for num_tokens in {num_seqs, num_seqs + 1, max_num_batched_tokens}:
+            if num_seqs <= num_tokens <= max_num_batched_tokens:
+                shape = buckets.shape_for(num_tokens, num_seqs)
+                assert shape in shapes
+                assert shape[0] >= num_tokens and shape[1] >= num_seqs

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paged_jax.batch import StepBatch, decode_batch, make_batch
     from paged_jax.block_manager import BlockManager
+    from paged_jax.block_pool import BlockPool
     from paged_jax.config import EngineConfig, SchedulerConfig
     from paged_jax.demo_model import demo_model_path
     from paged_jax.kv_pool import KVPool
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 _MODULE_OF = {
     "BlockManager": "block_manager",
+    "BlockPool": "block_pool",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "KVPool": "kv_pool",
@@ -56,6 +58,7 @@ _MODULE_OF = {
 __all__ = [
     "LLM",
     "BlockManager",
+    "BlockPool",
     "CompletionOutput",
     "EngineConfig",
     "KVPool",

@@ -54,11 +54,9 @@ class StepRunner:
         self.buckets = buckets
         self._make_pool = functools.partial(
             KVPool.create,
-            num_layers=config.num_layers,
+            config,
             num_blocks=pool.num_blocks,
-            num_kv_heads=config.num_kv_heads,
             block_size=pool.block_size,
-            head_dim=config.head_dim,
             dtype=pool.layers[0].dtype,
         )
         self._step = functools.partial(

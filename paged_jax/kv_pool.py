@@ -11,6 +11,8 @@ value at index num_kv_heads + h. Block 0 is the null block, where padding is rea
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,19 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import plan_attention, ragged_paged_attention, write_kv
 from paged_jax.batch import StepBatch
+
+
+class CacheShape(Protocol):
+    """What the cache needs to know of a model; any `ModelConfig` will do."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
 
 
 @flax.struct.dataclass
@@ -30,12 +45,10 @@ class KVPool:
     @classmethod
     def create(
         cls,
+        model: CacheShape,
         *,
-        num_layers: int,
         num_blocks: int,
-        num_kv_heads: int,
-        block_size: int,
-        head_dim: int,
+        block_size: int = 16,
         dtype: DTypeLike = jnp.float32,
     ) -> KVPool:
         """A pool of zeros. Its blocks are handed out by `BlockManager`, block 0 never.
@@ -43,10 +56,10 @@ class KVPool:
         On CPU a bfloat16 pool keeps its numbers as raw bits (uint16), because XLA of jax 0.10
         would copy the whole pool at every write of bfloat16; the kernels read either.
         """
-        shape = (num_blocks, 2 * num_kv_heads, block_size, head_dim)
+        shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
         if jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu":
             dtype = jnp.uint16
-        return cls(layers=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)))
+        return cls(layers=tuple(jnp.zeros(shape, dtype) for _ in range(model.num_layers)))
 
     @property
     def num_blocks(self) -> int:
@@ -65,11 +78,10 @@ class KVPool:
         return any(layer.is_deleted() for layer in self.layers)
 
 
-def block_bytes(
-    *, num_layers: int, num_kv_heads: int, block_size: int, head_dim: int, dtype: DTypeLike
-) -> int:
+def block_bytes(model: CacheShape, *, block_size: int, dtype: DTypeLike) -> int:
     """Bytes of one block over all layers: 2 x layers x KV heads x head size x bytes x tokens."""
-    return 2 * num_layers * num_kv_heads * head_dim * jnp.dtype(dtype).itemsize * block_size
+    numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size
+    return numbers * jnp.dtype(dtype).itemsize
 
 
 def paged_attend(

@@ -74,7 +74,9 @@ class LLM:
         self.model = model
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
-            self._tokenizer = _tokenizer_of(model) if tokenizer is None else load_tokenizer(tokenizer)
+            self._tokenizer = (
+                _tokenizer_of(model) if tokenizer is None else load_tokenizer(tokenizer)
+            )
         self.engine = _make_engine(model, self._tokenizer, self.config)
         self._num_calls = 0
         # Outputs that a step gave while another call's loop was running it: the newest of each.
@@ -362,11 +364,9 @@ def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: Engine
         config, model.config, model.params, dtype=dtype, device=device
     )
     pool = KVPool.create(
-        num_layers=model.config.num_layers,
+        model.config,
         num_blocks=scheduler_config.num_blocks,
-        num_kv_heads=model.config.num_kv_heads,
         block_size=scheduler_config.block_size,
-        head_dim=model.config.head_dim,
         dtype=dtype,
     )
     runner = StepRunner(

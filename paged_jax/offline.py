@@ -167,9 +167,7 @@ def _try_add(llm: LLM, line: Line, *, chat: bool) -> str | None:
             parsed = render_prompt(prompt, llm.get_tokenizer())
         else:
             parsed = parse_prompt(prompt, llm.get_tokenizer())
-        llm.engine.add_request(
-            str(line.index), parsed.token_ids, line.params, prompt=parsed.text
-        )
+        llm.engine.add_request(str(line.index), parsed.token_ids, line.params, prompt=parsed.text)
     except ValueError as error:
         return str(error)
     return None

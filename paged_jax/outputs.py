@@ -83,9 +83,7 @@ class RequestOutput:
     error: str | None = None
 
     @classmethod
-    def refused(
-        cls, request_id: str, error: str, *, prompt: str | None = None
-    ) -> RequestOutput:
+    def refused(cls, request_id: str, error: str, *, prompt: str | None = None) -> RequestOutput:
         """The output of a request that was never admitted."""
         output = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
         return cls(

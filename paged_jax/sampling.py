@@ -1,8 +1,8 @@
 """Sampling on device: from logits to one token a row, without a sort.
 
 Every row has parameters of its own, held in arrays, so that one compiled program serves every mix.
-What no row asks for is not paid for: `lax.cond` skips the mask, the random draw, the filters and
-the logprobs when no row of the batch wants them.
+What no row asks for is not paid for: `lax.cond` skips the mask and the draw, the filters and the
+logprobs when no row of the batch wants them.
 
 The filters (min-p, top-k, top-p) each keep the tokens whose logit reaches some threshold, so a row
 needs one number, not a sorted vocabulary. The thresholds of top-k and top-p are found by bisection,
@@ -101,16 +101,14 @@ def sample(logits: jax.Array, batch: SamplingBatch) -> SamplerOutput:
             f"logits is {logits.dtype}{list(logits.shape)}; it must be float32[{num_rows}, vocab] "
             f"to match a SamplingBatch of {num_rows} rows"
         )
-    raw_max = jnp.max(logits, axis=-1)
-    is_masked = jnp.any(batch.masked_tokens >= 0)
-    allowed = lax.cond(is_masked, _mask_tokens, lambda x, _: x, logits, batch.masked_tokens)
-    row_max = jnp.max(allowed, axis=-1)
+    likeliest, raw_max = _argmax(logits)
+    token_ids, row_max = lax.cond(
+        jnp.any(batch.temperature > 0) | jnp.any(batch.masked_tokens >= 0),
+        lambda: _mask_and_pick(logits, batch),
+        lambda: (likeliest, raw_max),
+    )
     # Whether max() passes nan on differs between backends, so nan is looked for.
     is_finite = jnp.all(logits < jnp.inf, axis=-1) & jnp.isfinite(row_max)
-
-    token_ids = lax.cond(
-        jnp.any(batch.temperature > 0), _draw_or_argmax, _argmax, allowed, row_max, batch
-    )
     token_ids = jnp.where(is_finite, token_ids, 0)
     logprob, rank, top_ids, top_logprobs = lax.cond(
         jnp.any(batch.num_logprobs >= 0), _logprobs, _no_logprobs, logits, raw_max, token_ids
@@ -125,26 +123,42 @@ def sample(logits: jax.Array, batch: SamplingBatch) -> SamplerOutput:
     )
 
 
+def _argmax(logits):
+    """int32[S], float32[S]: the likeliest token, the lowest id among equals, and its logit."""
+    # By blocks: over the whole row XLA reduces (logit, id) pairs one by one on CPU.
+    blocks = _in_blocks(logits, -jnp.inf)
+    maxima = jnp.max(blocks, axis=-1)
+    block = jnp.argmax(maxima, axis=-1)
+    within = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    token = block * _BLOCK_SIZE + jnp.argmax(within, axis=-1)
+    return token.astype(jnp.int32), jnp.max(maxima, axis=-1)
+
+
+def _mask_and_pick(logits, batch):
+    """int32[S] a random token where the temperature is above 0, else the likeliest one allowed.
+
+    Also float32[S], the greatest logit that the mask leaves.
+    """
+    logits = _mask_tokens(logits, batch.masked_tokens)
+    likeliest, row_max = _argmax(logits)
+    token_ids = lax.cond(
+        jnp.any(batch.temperature > 0),
+        lambda: jnp.where(batch.temperature > 0, _draw(logits, row_max, batch), likeliest),
+        lambda: likeliest,
+    )
+    return token_ids, row_max
+
+
+def _draw(logits, row_max, batch):
+    keys = jax.vmap(_row_key)(batch.seed, batch.positions)
+    return _race(draw_weights(logits, row_max, batch), keys)
+
+
 def _mask_tokens(logits, masked_tokens):
     # A negative index would count from the end; V is out of range and is dropped.
     ids = jnp.where(masked_tokens < 0, logits.shape[-1], masked_tokens)
     rows = jnp.arange(logits.shape[0])[:, None]
     return logits.at[rows, ids].set(-jnp.inf, mode="drop")
-
-
-def _argmax(logits, row_max, batch):
-    del batch  # the same signature as _draw_or_argmax, for lax.cond
-    # XLA's argmax reduces pairs, one element at a time on CPU; these two reductions vectorise.
-    vocab_size = logits.shape[-1]
-    ids = jnp.arange(vocab_size, dtype=jnp.int32)
-    return jnp.min(jnp.where(logits == row_max[:, None], ids, vocab_size), axis=-1)
-
-
-def _draw_or_argmax(logits, row_max, batch):
-    """int32[S]: a random token where the row's temperature is above 0, else the likeliest."""
-    keys = jax.vmap(_row_key)(batch.seed, batch.positions)
-    drawn = _race(draw_weights(logits, row_max, batch), keys)
-    return jnp.where(batch.temperature > 0, drawn, _argmax(logits, row_max, batch))
 
 
 def draw_weights(logits: jax.Array, row_max: jax.Array, batch: SamplingBatch) -> jax.Array:

@@ -173,7 +173,10 @@ def _number(low: float, high: float, *, low_open: bool = False):
             raise ValueError(
                 f"{name}={value!r} is of type {type(value).__name__}; it must be a number, {wanted}"
             )
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # a whole number beyond all floats
+            number = math.inf
         # Written so that nan fails every comparison and is refused.
         in_range = low <= number <= high and not (low_open and number == low)
         if not in_range or math.isinf(number):

@@ -125,9 +125,7 @@ class Scheduler:
             self._admit(budget, chunks)
         return ScheduledStep(tuple(chunks), tuple(preempted))
 
-    def update(
-        self, step: ScheduledStep, token_ids: Sequence[int]
-    ) -> list[tuple[Request, int]]:
+    def update(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
         """Takes a step's sampled tokens, one a chunk, and ends the requests that they finish.
 
         Tokens of chunks that did not reach their sequence's end are dropped, as are those of

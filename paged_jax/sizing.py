@@ -42,13 +42,7 @@ def resolve(
         max_model_len=max_model_len,
         block_size=config.block_size,
     )
-    bytes_a_block = block_bytes(
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        block_size=config.block_size,
-        head_dim=model.head_dim,
-        dtype=dtype,
-    )
+    bytes_a_block = block_bytes(model, block_size=config.block_size, dtype=dtype)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     else:
@@ -125,14 +119,7 @@ def _device_room(
             f"{device} does not report its memory; set kv_cache_memory_bytes to the pool's size"
         )
     small_pool = jax.eval_shape(
-        lambda: KVPool.create(
-            num_layers=model.num_layers,
-            num_blocks=2,
-            num_kv_heads=model.num_kv_heads,
-            block_size=config.block_size,
-            head_dim=model.head_dim,
-            dtype=dtype,
-        )
+        lambda: KVPool.create(model, num_blocks=2, block_size=config.block_size, dtype=dtype)
     )
     temporary = temporary_bytes(
         params,

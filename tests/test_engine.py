@@ -74,9 +74,7 @@ def test_a_seeded_request_gives_the_same_tokens_in_any_company(llm):
     loose = SamplingParams(temperature=1.3, max_tokens=20)
     mixed = run(llm, [*others, prompt], [GREEDY, loose, loose, GREEDY, params])
     assert tokens_of(mixed)[-1] == alone
-    other_seed = SamplingParams(
-        temperature=1.0, top_p=0.9, seed=8, max_tokens=20, ignore_eos=True
-    )
+    other_seed = SamplingParams(temperature=1.0, top_p=0.9, seed=8, max_tokens=20, ignore_eos=True)
     assert tokens_of(run(llm, [prompt], other_seed))[0] != alone
 
 

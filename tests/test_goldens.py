@@ -22,7 +22,9 @@ def check(goldens, outputs):
     for golden, output in zip(goldens, outputs, strict=True):
         assert output.prompt_token_ids == golden["prompt_token_ids"]
         ours, theirs = output.outputs[0].token_ids, golden["output_token_ids"]
-        differs = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        differs = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None
+        )
         if differs is None:
             assert len(ours) == len(theirs)
             assert output.outputs[0].text == golden["text"]
@@ -69,9 +71,7 @@ def test_in_a_batch_of_16_cold_and_warm(roomy):
     check(GOLDENS, cold)
     warm = chat_all(roomy)
     check(GOLDENS, warm)
-    assert sum(o.num_cached_tokens for o in warm) > 0.8 * sum(
-        len(o.prompt_token_ids) for o in warm
-    )
+    assert sum(o.num_cached_tokens for o in warm) > 0.8 * sum(len(o.prompt_token_ids) for o in warm)
 
 
 def test_with_preemption_and_prefill_chunks_of_16(cramped):

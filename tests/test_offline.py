@@ -172,9 +172,7 @@ def test_the_script_end_to_end(tiny_folder, tmp_path):
     source, sink = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_bytes(b'{"prompt": "abc"}\n{"prompt": \n{"prompt": "\xff"}\n{"prompt": "de"}\n')
     small = ["--max_num_seqs=2", "--max_num_batched_tokens=32", "--max_tokens=4", "--nochat"]
-    done = run_script(
-        f"--model={tiny_folder}", f"--input={source}", f"--output={sink}", *small
-    )
+    done = run_script(f"--model={tiny_folder}", f"--input={source}", f"--output={sink}", *small)
     assert done.returncode == 1, done.stderr
     rows = {row["index"]: row for row in map(json.loads, sink.read_text().splitlines())}
     assert [rows[i]["error"] is None for i in range(4)] == [True, False, False, True]

@@ -1,6 +1,5 @@
 """The functional core against dense float32 attention without pages, under the caller's own jit."""
 
-import functools
 import json
 from pathlib import Path
 
@@ -16,16 +15,6 @@ from paged_jax.batch import Buckets
 from paged_jax.sampling_params import SamplingParams
 
 GOLDENS = Path(__file__).parent / "goldens" / "smollm2_135m_q4_1_greedy.json"
-
-
-def make_pool(config, num_blocks, block_size=16):
-    return pj.KVPool.create(
-        num_layers=config.num_layers,
-        num_blocks=num_blocks,
-        num_kv_heads=config.num_kv_heads,
-        block_size=block_size,
-        head_dim=config.head_dim,
-    )
 
 
 def dense_logits(model, tokens):
@@ -54,7 +43,7 @@ def check_against_dense(model, sequences, split, block_size, num_blocks):
         requests.append(pj.Request(str(i), tokens, params, max_model_len=10_000))
         assert blocks.allocate(requests[-1])
     tables = [request.block_ids for request in requests]
-    pool = make_pool(model.config, num_blocks, block_size)
+    pool = pj.KVPool.create(model.config, num_blocks=num_blocks, block_size=block_size)
     expected = [dense_logits(model, tokens) for tokens in sequences]
     ends = [len(tokens) - 2 for tokens in sequences]
     spans = [[0, split, end, end + 1, end + 2] for end in ends]
@@ -85,48 +74,6 @@ def test_paged_logits_equal_dense_ones_on_the_demo_model(demo_model_path):
     goldens = json.loads(GOLDENS.read_text())[:3]
     sequences = [g["prompt_token_ids"] + g["output_token_ids"][:20] for g in goldens]
     check_against_dense(model, sequences, split=20, block_size=16, num_blocks=64)
-
-
-def test_a_decode_loop_under_the_callers_jit_equals_the_engine():
-    """What the README's example does: prefill two prompts, then scan over decodes on device."""
-    from tiny_engine import tiny_llm
-
-    model = tiny_model()
-    prompts = [list(range(40, 52)), list(range(7, 30))]
-    num_new, block_size = 9, 4
-    pool = make_pool(model.config, 40, block_size)
-    blocks = pj.BlockManager(40, block_size)
-    tables = []
-    for i, prompt in enumerate(prompts):
-        request = pj.Request(
-            str(i), prompt + [0] * num_new, SamplingParams(max_tokens=1), max_model_len=100
-        )
-        assert blocks.allocate(request)
-        tables.append(request.block_ids)
-    batch = pj.make_batch(prompts, [0, 0], tables, block_size=block_size)
-    step = functools.partial(pj.forward, config=model.config)
-    pool, logits = jax.jit(step, donate_argnums=1)(model.params, pool, batch)
-    first = logits.argmax(-1).astype(jnp.int32)
-
-    @functools.partial(jax.jit, donate_argnums=1)
-    def decode(params, pool, tokens, positions, tables):
-        def body(carry, _):
-            pool, tokens, positions = carry
-            batch = pj.decode_batch(tokens, positions, tables, block_size=block_size)
-            pool, logits = step(params, pool, batch)
-            chosen = logits.argmax(-1).astype(jnp.int32)
-            return (pool, chosen, positions + 1), chosen
-
-        carry = (pool, tokens, positions)
-        return jax.lax.scan(body, carry, length=num_new - 1)
-
-    positions = jnp.array([len(p) for p in prompts], jnp.int32)
-    (pool, *_), rest = decode(model.params, pool, first, positions, batch.block_tables)
-    tokens = np.concatenate([np.asarray(first)[None], np.asarray(rest)]).T.tolist()
-    llm = tiny_llm(model)
-    params = SamplingParams(temperature=0, max_tokens=num_new, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    assert tokens == [output.outputs[0].token_ids for output in outputs]
 
 
 def test_decode_batch_equals_make_batch():

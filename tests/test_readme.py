@@ -1,0 +1,43 @@
+"""The README's programs run as they stand."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import paged_jax as pj
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def program(heading: str) -> str:
+    section = README.split(f"## {heading}\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.S)
+    return code
+
+
+def test_the_functional_core_under_the_readers_own_jit(demo_model_path, monkeypatch, capsys):
+    monkeypatch.setenv("PAGED_JAX_DEMO_MODEL", str(demo_model_path))
+    names: dict = {}
+    exec(compile(program("In your own jit"), "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert printed.startswith("The capital of France is Paris")
+    # The same tokens as the engine's.
+    llm = pj.LLM(
+        names["model"],
+        num_gpu_blocks_override=64,
+        max_model_len=128,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        warmup=False,
+    )
+    params = pj.SamplingParams(temperature=0, max_tokens=names["num_new"], ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in names["prompts"]], params)
+    ours = np.concatenate([np.asarray(names["first"])[None], np.asarray(names["rest"])]).T
+    assert ours.tolist() == [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("name", sorted(pj.__all__))
+def test_every_public_name_is_there_and_documented(name):
+    assert (getattr(pj, name).__doc__ or "").strip()

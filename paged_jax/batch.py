@@ -188,7 +188,7 @@ def make_batch(
         batch.query_starts[s + 1] = row
         batch.kv_lens[s] = start + count
     batch.query_starts[len(counts) + 1 :] = row
-    return batch.replace(num_seqs=np.int32(len(counts)))
+    return dataclasses.replace(batch, num_seqs=np.int32(len(counts)))
 
 
 def decode_batch(

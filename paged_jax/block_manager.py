@@ -76,7 +76,7 @@ class BlockManager:
         return True
 
     def append_slots(self, request: Request, num_tokens: int) -> bool:
-        """Makes a running request's table hold `num_tokens` tokens; False, unchanged, if it can't."""
+        """Makes a table hold `num_tokens` tokens; False, with nothing changed, if it can't."""
         num_new = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if num_new <= 0:
             return True

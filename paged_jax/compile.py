@@ -106,6 +106,7 @@ def temporary_bytes(
         attention_implementation=implementation,
     )
     analysis = lowered.compile().memory_analysis()
+    assert analysis is not None, "the backend gives no account of memory"
     return int(analysis.temp_size_in_bytes)
 
 

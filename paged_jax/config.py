@@ -52,9 +52,9 @@ class SchedulerConfig:
         longest = (self.num_blocks - 1) * self.block_size
         if self.max_model_len > longest:
             raise ValueError(
-                f"max_model_len={self.max_model_len} does not fit the KV pool: {self.num_blocks - 1}"
-                f" usable blocks of {self.block_size} tokens hold {longest} tokens; set "
-                f"max_model_len to at most {longest}, or give the pool more memory "
+                f"max_model_len={self.max_model_len} does not fit the KV pool: "
+                f"{self.num_blocks - 1} usable blocks of {self.block_size} tokens hold {longest} "
+                f"tokens; set max_model_len to at most {longest}, or give the pool more memory "
                 "(kv_cache_memory_bytes, num_gpu_blocks_override)"
             )
 

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import plan_attention, ragged_paged_attention, write_kv
 from paged_jax.batch import StepBatch
+from pallas_kernels import plan_attention, ragged_paged_attention, write_kv
 
 
 class CacheShape(Protocol):

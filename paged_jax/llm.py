@@ -197,7 +197,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The model's own advice (generation_config.json) where it gives any, else the defaults."""
-        return SamplingParams(**self.model.generation_defaults)
+        return SamplingParams(**self.model.generation_defaults)  # pyright: ignore[reportArgumentType]
 
     def get_metrics(self) -> dict[str, Any]:
         """The engine's counters, under the names that Prometheus dashboards for vLLM know."""
@@ -251,7 +251,7 @@ class LLM:
         return f"{self._num_calls}-" if self.engine.has_unfinished() else ""
 
     def _step(self, request_ids: set[str]) -> list[RequestOutput]:
-        """Runs a step, and gives what has come for these requests, in this call's steps or others'."""
+        """Runs a step; gives what came for these requests, in this call's steps or others'."""
         for output in self.engine.step():
             self._mailbox[output.request_id] = output
         mine = [request_id for request_id in self._mailbox if request_id in request_ids]

@@ -160,7 +160,7 @@ def _try_add(llm: LLM, line: Line, *, chat: bool) -> str | None:
     """Queues a line; returns why that cannot be, or None."""
     assert line.params is not None
     try:
-        prompt = line.prompt
+        prompt: Any = line.prompt
         if chat and isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], Mapping):

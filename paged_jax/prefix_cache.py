@@ -32,7 +32,7 @@ def hash_block(
       32 bytes, equal for equal input in any process.
     """
     digest = hashlib.sha256(ROOT_HASH if parent is None else parent)
-    # The count stands before the ids, and the keys last, so that no two inputs spell the same bytes.
+    # The count before the ids and the keys last: no two inputs spell the same bytes.
     ids = array("i", token_ids)
     digest.update(len(ids).to_bytes(4, "little"))
     digest.update(ids.tobytes())

@@ -26,10 +26,10 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, of one prompt or of a list: text, token ids, or a dict."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(p, int) and not isinstance(p, bool) for p in prompts):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    return prompts  # pyright: ignore[reportReturnType]
+    as_list: list[Any] = list(prompts)
+    if as_list and all(isinstance(p, int) and not isinstance(p, bool) for p in as_list):
+        return [as_list]
+    return as_list
 
 
 def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:

@@ -118,7 +118,7 @@ class Request:
         return (*self.eos_token_ids, *self.stop_ids)
 
     def check_stop(self) -> bool:
-        """Sets why the request ends at its newest token, if it does. Order: EOS, stop id, length."""
+        """Sets why the request ends at its newest token, if it does: EOS, stop id or length."""
         token_id = self.token_ids[-1]
         if self.num_output_tokens >= self.params.min_tokens:
             if token_id in self.eos_token_ids and not self.params.ignore_eos:

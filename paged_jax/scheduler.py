@@ -207,7 +207,7 @@ class Scheduler:
         return True
 
     def _preempt(self, victim: Request) -> None:
-        """Takes a running request's blocks; its outputs stay, it waits at the front of the queue."""
+        """Takes a running request's blocks; it keeps its outputs and waits first in the queue."""
         self.running.remove(victim)
         self.blocks.free(victim)
         victim.status = RequestStatus.WAITING

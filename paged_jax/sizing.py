@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from typing import Any
 
 import jax
 
@@ -22,7 +23,7 @@ CPU_POOL_BYTES = 1 * GIB
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, params, *, dtype, device: jax.Device
+    config: EngineConfig, model: ModelConfig, params, *, dtype, device: Any
 ) -> tuple[SchedulerConfig, Buckets]:
     """Settles every limit of an engine, and the shapes of its steps.
 
@@ -110,7 +111,7 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _device_room(
-    config: EngineConfig, model: ModelConfig, params, buckets: Buckets, dtype, device: jax.Device
+    config: EngineConfig, model: ModelConfig, params, buckets: Buckets, dtype, device: Any
 ) -> int:
     """The device's memory times utilisation, less what is in use, less the largest step's."""
     stats = device.memory_stats()

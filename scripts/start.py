@@ -3,9 +3,9 @@
     python3 scripts/start.py demo     answer two dozen prompts with a small model
     python3 scripts/start.py test     run the tests
 
-Each makes its environment below .venv/ when it is first run, from the newest suitable Python that it
-finds (newer Pythons get a newer jax, which is faster on CPUs). Further arguments are passed on: to
-the demo, or to pytest. This file runs under any Python from 3.8 on and needs no package.
+Each makes its environment below .venv/ when it is first run, from the newest suitable Python that
+it finds (newer Pythons get a newer jax, which is faster on CPUs). Further arguments are passed on:
+to the demo, or to pytest. This file runs under any Python from 3.8 on and needs no package.
 """
 
 import argparse
@@ -45,10 +45,10 @@ def is_suitable(command, version):
     try:
         # A pyenv shim exists for versions that are not active, and fails when it is run.
         done = subprocess.run(
-            command + ["-c", program],
+            [*command, "-c", program],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            universal_newlines=True,
+            text=True,
             timeout=60,
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -75,12 +75,12 @@ def make_environment(version, command, extra):
         return python
     where = folder.relative_to(ROOT)
     if not python.exists():
-        print("Making an environment with Python %s in %s" % (version, where), flush=True)
-        subprocess.check_call(command + ["-m", "venv", "--clear", str(folder)])
+        print(f"Making an environment with Python {version} in {where}", flush=True)
+        subprocess.check_call([*command, "-m", "venv", "--clear", str(folder)])
     print("Installing paged-jax and what it needs (about 700 MB, a minute or two)", flush=True)
+    target = ["--editable", f"{ROOT}[{extra}]"]
     subprocess.check_call(
-        [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        + ["-e", "%s[%s]" % (ROOT, extra)]
+        [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *target]
     )
     stamp.write_text(state)
     return python
@@ -97,8 +97,8 @@ def main():
     version, command = find_python(args.python)
     if command is None:
         sys.exit(
-            "No Python %s with venv and pip was found. Install one (on Debian and Ubuntu the "
-            "package python3-venv too) and run this again." % (args.python or "3.11 to 3.13")
+            f"No Python {args.python or '3.11 to 3.13'} with venv and pip was found. Install one "
+            "(on Debian and Ubuntu the package python3-venv too) and run this again."
         )
     if args.which:
         print(version)
@@ -106,10 +106,10 @@ def main():
     try:
         python = make_environment(version, command, EXTRAS[args.what])
     except subprocess.CalledProcessError as error:
-        sys.exit("The environment could not be made: %s" % error)
+        sys.exit(f"The environment could not be made: {error}")
     module = {"demo": "paged_jax.demo", "test": "pytest"}[args.what]
     os.chdir(str(ROOT))
-    sys.exit(subprocess.call([str(python), "-m", module] + rest))
+    sys.exit(subprocess.call([str(python), "-m", module, *rest]))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The engine on a tiny random model: equal tokens however they are scheduled, and errors apart."""
 
 import gc
+import itertools
 import json
 import weakref
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,7 +41,7 @@ def tokens_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def run(llm: LLM, prompts, params=GREEDY):
+def run(llm: LLM, prompts, params: SamplingParams | list[SamplingParams] = GREEDY):
     return llm.generate(
         [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
     )
@@ -80,7 +82,7 @@ def test_a_seeded_request_gives_the_same_tokens_in_any_company(llm):
 
 def test_n_outputs_are_those_of_counted_seeds(llm):
     (prompt,) = prompts_of([10])
-    params = dict(temperature=1.0, max_tokens=12, ignore_eos=True)
+    params: dict[str, Any] = dict(temperature=1.0, max_tokens=12, ignore_eos=True)
     (output,) = run(llm, [prompt], SamplingParams(n=3, seed=40, **params))
     assert [o.index for o in output.outputs] == [0, 1, 2]
     singles = [run(llm, [prompt], SamplingParams(seed=40 + i, **params)) for i in range(3)]
@@ -127,7 +129,7 @@ def test_eos_stops_and_its_text_is_left_out():
 
 def test_eos_ends_a_request_unless_ignored(llm):
     """Sampling at a high temperature over 260 tokens meets EOS soon."""
-    params = dict(temperature=2.0, max_tokens=100)
+    params: dict[str, Any] = dict(temperature=2.0, max_tokens=100)
     prompts = prompts_of([4] * 40)
     stopped = [o.outputs[0] for o in run(llm, prompts, SamplingParams(**params))]
     early = [o for o in stopped if o.finish_reason == "stop"]
@@ -228,7 +230,7 @@ def test_streaming_grows_to_the_same_text(llm):
     assert [last[str(i)].outputs[0].text for i in range(2)] == [o.outputs[0].text for o in whole]
     for pieces in texts.values():
         assert len(pieces) > 10
-        assert all(b.startswith(a) for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(b.startswith(a) for a, b in itertools.pairwise(pieces))
     assert all(output.finished for output in last.values())
 
 
@@ -339,28 +341,40 @@ def test_nan_logits_fail_their_request_alone():
     assert tokens_of(run(llm, good * 4)) == expected * 4
 
 
-def test_pool_is_updated_in_place_and_nothing_compiles_after_warm_up(llm):
+def test_pool_is_updated_in_place_and_nothing_compiles_after_warm_up():
+    """200 requests of 1 to 1,500 tokens, with every mix of sampling parameters."""
+    llm = tiny_llm(
+        tiny_model(max_position_embeddings=2048),
+        num_gpu_blocks_override=130,
+        block_size=16,
+        max_model_len=1536,
+        max_num_batched_tokens=256,
+    )
+
     def addresses():
         return [layer.unsafe_buffer_pointer() for layer in llm.engine.runner.pool.layers]
 
     before = addresses()
     rng = np.random.default_rng(3)
-    with jax.log_compiles(), jax.no_tracing():
-        for _ in range(20):
-            prompts = prompts_of(rng.integers(1, 100, 10).tolist(), seed=int(rng.integers(1000)))
-            params = [
-                SamplingParams(
-                    temperature=float(rng.choice([0, 0.7])),
-                    top_k=int(rng.choice([0, 5])),
-                    top_p=float(rng.choice([1.0, 0.8])),
-                    logprobs=[None, 3][int(rng.integers(2))],
-                    min_tokens=int(rng.integers(3)),
-                    max_tokens=int(rng.integers(3, 20)),
-                )
-                for _ in prompts
-            ]
-            run(llm, prompts, params)
+    lengths = [1, 1500, *np.exp(rng.uniform(0, np.log(1500), 198)).astype(int).tolist()]
+    params = [
+        SamplingParams(
+            temperature=float(rng.choice([0, 0.7])),
+            top_k=int(rng.choice([0, 5])),
+            top_p=float(rng.choice([1.0, 0.8])),
+            min_p=float(rng.choice([0, 0.05])),
+            logprobs=[None, 3][int(rng.integers(2))],
+            min_tokens=int(rng.integers(3)),
+            stop_token_ids=[1, 2],
+            max_tokens=int(rng.integers(3, 20)),
+        )
+        for _ in lengths
+    ]
+    with jax.no_tracing():
+        outputs = run(llm, prompts_of(lengths), params)
+    assert all(output.error is None for output in outputs)
     assert addresses() == before
+    assert llm.get_metrics()["num_preemptions"] > 0
 
 
 def test_counters_and_histograms():
@@ -400,7 +414,7 @@ def test_an_engine_can_be_deleted_and_made_again():
         del llm
         assert live_bytes() == before
         assert engine() is None
-    with tiny_llm(model) as llm:
+    with tiny_llm(model):
         pass
     assert live_bytes() == before
 
@@ -417,6 +431,7 @@ def test_options_are_checked():
         (dict(max_seqs=3), "unknown option 'max_seqs'"),
         (dict(max_num_seqs=0), "max_num_seqs=0"),
     ):
+        options: dict[str, Any]
         with pytest.raises(ValueError, match=message):
             tiny_llm(**options)
 

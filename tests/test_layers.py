@@ -47,7 +47,7 @@ def imports_of(path: pathlib.Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: import by the full name"
             assert node.module is not None
-            # `from pallas_kernels import attention` names a module or a function; the package will do.
+            # `from pallas_kernels import x` may name a module; the package will do.
             found.add(node.module)
     return found
 

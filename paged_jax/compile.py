@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import pathlib
+import platform
 import time
 
 import jax
@@ -26,11 +29,25 @@ _jitted_step = jax.jit(
 
 
 def enable_persistent_cache() -> None:
-    """Keeps compiled programs on disk for the next process, unless the user set a place already."""
+    """Keeps compiled programs on disk for the next process, unless the user set a place already.
+
+    Programs for a CPU hold instructions that another CPU may lack, and home folders are shared
+    between machines: so each kind of CPU has a folder of its own.
+    """
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla"))
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla" / _cpu_kind()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _cpu_kind() -> str:
+    """A short name for this machine's instruction set."""
+    features = platform.machine() + platform.processor()
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        features += next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return hashlib.sha256(features.encode()).hexdigest()[:12]
 
 
 class StepRunner:

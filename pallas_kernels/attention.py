@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def ragged_paged_attention(
     its own. Prefill chunks (q_len > 1) and decodes (q_len = 1) mix freely. Query head h reads KV
     head h // (Hq // Hkv). Rows that no sequence owns come back as zeros; whatever stands in slots
     past a sequence's end, or in blocks that it does not own, never reaches its output. Sums are
-    in float32 for all dtypes. Works under jit, and under shard_map over the heads.
+    in float32 for all dtypes. Works under jit, and under shard_map over the heads
+    (with check_vma=False, as kernels need it too).
 
     Args:
       q: float32, bfloat16 or float16 [T, Hq, D], positions already encoded.
@@ -82,7 +84,7 @@ def ragged_paged_attention(
         raise ValueError(
             f"implementation is {implementation!r}; use None or one of {list(_IMPLEMENTATIONS)}"
         )
-    options = dict(
+    options: dict[str, Any] = dict(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,

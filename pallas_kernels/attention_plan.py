@@ -13,9 +13,9 @@ from flax import struct
 
 # Measured in attention_xla.py's docstring.
 DECODE_CHUNK_TOKENS = 64
-DECODE_ITEMS_PER_GROUP = 16
-PREFILL_TILE_ROWS = 64
-PREFILL_CHUNK_TOKENS = 256
+MAX_DECODE_ITEMS_PER_GROUP = 32
+MAX_PREFILL_TILE_ROWS = 64
+PREFILL_CHUNK_TOKENS = 128
 
 
 @struct.dataclass
@@ -27,7 +27,7 @@ class AttentionPlan:
     place among the decodes of the batch.
     """
 
-    # int32[]: groups of DECODE_ITEMS_PER_GROUP decode items that hold a real one
+    # int32[]: groups of decode_items_per_group items that hold a real one
     num_decode_groups: jax.Array
     # int32[N, C]: pool blocks of the item's chunk, 0 past the sequence's end
     item_blocks: jax.Array
@@ -47,12 +47,14 @@ class AttentionPlan:
     tile_seqs: jax.Array
     # int32[P]: first row of the tile in q
     tile_rows: jax.Array
-    # int32[P]: number of rows in the tile, at most PREFILL_TILE_ROWS
+    # int32[P]: number of rows in the tile, at most prefill_tile_rows
     tile_num_rows: jax.Array
     # int32[P]: position of the tile's first row in its sequence
     tile_positions: jax.Array
     # int32[S, W]: block tables padded with the null block to whole prefill chunks
     prefill_tables: jax.Array
+    decode_items_per_group: int = struct.field(pytree_node=False)
+    prefill_tile_rows: int = struct.field(pytree_node=False)
     block_size: int = struct.field(pytree_node=False)
     # The widest window the items cover, in tokens; None covers everything.
     sliding_window: int | None = struct.field(pytree_node=False)
@@ -75,6 +77,7 @@ def make_plan(
 ) -> AttentionPlan:
     """Arguments as in `pallas_kernels.plan_attention`, already checked."""
     max_seqs = kv_lens.shape[0]
+    tile_rows = min(MAX_PREFILL_TILE_ROWS, num_rows)
     query_lens = query_starts[1:] - query_starts[:-1]
     is_real = (jnp.arange(max_seqs) < num_seqs) & (kv_lens > 0)
     return AttentionPlan(
@@ -92,13 +95,21 @@ def make_plan(
             query_starts,
             jnp.where(is_real & (query_lens > 1), query_lens, 0),
             num_rows=num_rows,
+            tile_rows=tile_rows,
         ),
         prefill_tables=_pad_columns(
             block_tables, blocks_per_chunk(PREFILL_CHUNK_TOKENS, block_size)
         ),
+        decode_items_per_group=_items_per_group(max_seqs),
+        prefill_tile_rows=tile_rows,
         block_size=block_size,
         sliding_window=sliding_window,
     )
+
+
+def _items_per_group(max_seqs: int) -> int:
+    """Decode items an iteration: enough to hide a loop's overhead, few for few sequences."""
+    return min(max(8, 2 * max_seqs), MAX_DECODE_ITEMS_PER_GROUP)
 
 
 def _decode_items(
@@ -115,7 +126,7 @@ def _decode_items(
     chunk_blocks = blocks_per_chunk(DECODE_CHUNK_TOKENS, block_size)
     chunk_tokens = chunk_blocks * block_size
     tables = _pad_columns(block_tables, chunk_blocks).reshape(max_seqs, -1, chunk_blocks)
-    group = DECODE_ITEMS_PER_GROUP
+    group = _items_per_group(max_seqs)
     max_items = -(-max_seqs * tables.shape[1] // group) * group
 
     first_chunks = jnp.zeros_like(kv_lens)
@@ -148,17 +159,22 @@ def _decode_items(
 
 
 def _prefill_tiles(
-    kv_lens: jax.Array, query_starts: jax.Array, query_lens: jax.Array, *, num_rows: int
+    kv_lens: jax.Array,
+    query_starts: jax.Array,
+    query_lens: jax.Array,
+    *,
+    num_rows: int,
+    tile_rows: int,
 ) -> dict[str, jax.Array]:
-    max_tiles = num_rows // PREFILL_TILE_ROWS + min(kv_lens.shape[0], num_rows // 2)
-    num_tiles = -(-query_lens // PREFILL_TILE_ROWS)
+    max_tiles = num_rows // tile_rows + min(kv_lens.shape[0], num_rows // 2)
+    num_tiles = -(-query_lens // tile_rows)
     seqs, tiles, num_prefill_tiles = _expand(num_tiles, max(max_tiles, 1))
-    offsets = tiles * PREFILL_TILE_ROWS
+    offsets = tiles * tile_rows
     return dict(
         num_prefill_tiles=num_prefill_tiles,
         tile_seqs=seqs,
         tile_rows=query_starts[seqs] + offsets,
-        tile_num_rows=jnp.minimum(query_lens[seqs] - offsets, PREFILL_TILE_ROWS),
+        tile_num_rows=jnp.minimum(query_lens[seqs] - offsets, tile_rows),
         tile_positions=(kv_lens - query_lens)[seqs] + offsets,
     )
 

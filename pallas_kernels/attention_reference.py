@@ -57,7 +57,8 @@ def ragged_paged_attention(
             visible &= kv_positions > positions[:, None] - sliding_window
         scores = jnp.where(visible, scores, -jnp.inf)
         if sinks is not None:
-            sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*scores.shape[:2], 1))
+            sink = sinks.astype(jnp.float32)[:, None, None]
+            sink = jnp.broadcast_to(sink, (*scores.shape[:2], 1))
             scores = jnp.concatenate([scores, sink], axis=-1)
         largest = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
         weights = jnp.exp(scores - largest)

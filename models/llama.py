@@ -146,18 +146,23 @@ def forward(
     hidden = layers.vocab_parallel_embedding(
         params.embed, token_ids, vocab_size=config.vocab_size, tensor_axis=tensor_axis
     )
-    new_caches = []
-    for layer, cache in zip(params.layers, caches, strict=True):
+
+    @jax.jit  # All layers are alike: traced once, unrolled by the compiler.
+    def decode_layer(layer: LlamaLayer, hidden: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
         normed = layers.rms_norm(hidden, layer.attn_norm, config.rms_norm_eps)
         q, k, v = _project_qkv(normed, layer, config)
         q, k = layers.apply_rope(q, cos, sin), layers.apply_rope(k, cos, sin)
-        attended, new_cache = attend(q, k, v, cache)
+        attended, cache = attend(q, k, v, cache)
         attended = attended.reshape(hidden.shape[0], -1).astype(hidden.dtype)
         hidden += layers.row_parallel_linear(attended, layer.out, tensor_axis)
         normed = layers.rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps)
         inner = layers.swiglu(layers.linear(normed, layer.gate_up))
-        hidden += layers.row_parallel_linear(inner, layer.down, tensor_axis)
-        new_caches.append(new_cache)
+        return hidden + layers.row_parallel_linear(inner, layer.down, tensor_axis), cache
+
+    new_caches = []
+    for layer, cache in zip(params.layers, caches, strict=True):
+        hidden, cache = decode_layer(layer, hidden, cache)
+        new_caches.append(cache)
     return layers.rms_norm(hidden, params.final_norm, config.rms_norm_eps), tuple(new_caches)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -46,12 +46,21 @@ class StepBatch:
     num_seqs: Array
 
 
+class StepShape(NamedTuple):
+    """What tells one compiled step from another; sizes are those of a bucket."""
+
+    num_tokens: int
+    num_seqs: int
+    # One token a sequence: such a step has a program of its own, without code for prefills.
+    decode_only: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Buckets:
-    """The shapes that a step may have: (tokens, sequences) pairs and the width of the tables.
+    """The shapes that a step may have, and the width of its block tables.
 
-    Decode steps have as many tokens as sequences; a step with a prefill chunk in it has a token
-    bucket and all the seats. So there are len(num_seqs) + len(num_tokens) shapes.
+    A decode step has as many tokens as sequences, padded to a sequence bucket; a step with a
+    prefill chunk in it has a token bucket and all the seats.
     """
 
     num_seqs: tuple[int, ...]
@@ -69,7 +78,7 @@ class Buckets:
         stand closer.
         """
         seqs = [n for n in (1, 8, 32, 128, 512, 2048) if n < max_num_seqs] + [max_num_seqs]
-        tokens, size = [], 32
+        tokens, size = [], max(32, max_num_seqs)
         while size < max_num_batched_tokens:
             tokens.append(size)
             size *= 2
@@ -80,19 +89,19 @@ class Buckets:
             table_width=-(-max_model_len // block_size),
         )
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """Every (tokens, sequences) shape, the largest first."""
+    def shapes(self) -> list[StepShape]:
+        """Every shape, the largest first."""
         most = self.num_seqs[-1]
-        shapes = {(n, n) for n in self.num_seqs} | {(t, most) for t in self.num_tokens}
-        return sorted(shapes, reverse=True)
+        prefills = [StepShape(n, most, False) for n in reversed(self.num_tokens)]
+        return prefills + [StepShape(n, n, True) for n in reversed(self.num_seqs)]
 
-    def shape_for(self, num_tokens: int, num_seqs: int) -> tuple[int, int]:
-        """The smallest bucket that holds a step: (tokens, sequences)."""
+    def shape_for(self, num_tokens: int, num_seqs: int) -> StepShape:
+        """The smallest shape that holds a step."""
         if num_tokens == num_seqs:
             size = self.num_seqs[bisect.bisect_left(self.num_seqs, num_seqs)]
-            return size, size
-        tokens = self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
-        return tokens, self.num_seqs[-1]
+            return StepShape(size, size, True)
+        size = self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
+        return StepShape(size, self.num_seqs[-1], False)
 
 
 def empty_batch(num_tokens: int, num_seqs: int, table_width: int) -> StepBatch:
@@ -221,24 +230,24 @@ def decode_batch(
 
 def build_step(
     step: ScheduledStep, buckets: Buckets, *, block_size: int
-) -> tuple[StepBatch, SamplingBatch]:
-    """The padded numpy arrays of a scheduled step.
+) -> tuple[StepShape, StepBatch, SamplingBatch]:
+    """The shape of a scheduled step, and its padded numpy arrays.
 
     Every sequence has its sampling row; what is sampled for a chunk that does not reach its
     sequence's end means nothing, and the scheduler drops it.
     """
     chunks = step.chunks
-    num_tokens, num_seqs = buckets.shape_for(step.num_tokens, len(chunks))
+    shape = buckets.shape_for(step.num_tokens, len(chunks))
     batch = make_batch(
         [chunk.request.token_ids[chunk.start : chunk.end] for chunk in chunks],
         [chunk.start for chunk in chunks],
         [chunk.request.block_ids for chunk in chunks],
         block_size=block_size,
-        num_tokens=num_tokens,
-        num_seqs=num_seqs,
+        num_tokens=shape.num_tokens,
+        num_seqs=shape.num_seqs,
         table_width=buckets.table_width,
     )
-    sampling = empty_sampling(num_seqs)
+    sampling = empty_sampling(shape.num_seqs)
     for s, chunk in enumerate(chunks):
         request, params = chunk.request, chunk.request.params
         sampling.temperature[s] = params.temperature
@@ -251,4 +260,4 @@ def build_step(
             sampling.num_logprobs[s] = params.logprobs
         masked = request.tokens_to_mask()
         sampling.masked_tokens[s, : len(masked)] = masked
-    return batch, sampling
+    return shape, batch, sampling

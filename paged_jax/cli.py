@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def generate() -> None:
 
 def main(argv: list[str]) -> int | None:
     """Serves every line of the input; returns 1 if a row carries an error."""
+    logging.getLogger("jax").setLevel(logging.WARNING)  # Absl's handler shows all of it.
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}; use --input=FILE")
     try:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import pathlib
 import platform
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
+from tqdm.auto import tqdm
 
-from paged_jax.batch import Buckets, StepBatch, empty_batch, empty_sampling
+from paged_jax.batch import Buckets, StepBatch, StepShape, empty_batch, empty_sampling
 from paged_jax.demo_model import cache_folder
 from paged_jax.kv_pool import KVPool
 from paged_jax.log import logger
@@ -23,7 +26,7 @@ from paged_jax.step import sample_step
 # and an engine that is deleted leaves no copy of its programs behind.
 _jitted_step = jax.jit(
     sample_step,
-    static_argnames=("config", "attention_implementation", "tensor_axis"),
+    static_argnames=("config", "decode_only", "attention_implementation", "tensor_axis"),
     donate_argnames="pool",
 )
 
@@ -76,24 +79,29 @@ class StepRunner:
             block_size=pool.block_size,
             dtype=pool.layers[0].dtype,
         )
-        self._step = functools.partial(
-            _jitted_step, config=config, attention_implementation=attention_implementation
+        self._lower = functools.partial(
+            lower_step, config=config, buckets=buckets, implementation=attention_implementation
         )
+        self._programs: dict[StepShape, jax.stages.Compiled] = {}
 
-    def run(self, batch: StepBatch, sampling: SamplingBatch) -> SamplerOutput:
+    def run(self, shape: StepShape, batch: StepBatch, sampling: SamplingBatch) -> SamplerOutput:
         """Dispatches a step and returns its outputs, still on the device."""
-        self.pool, output = self._step(self.params, pool=self.pool, batch=batch, sampling=sampling)
+        program = self._programs.get(shape) or self._compile(shape)
+        self.pool, output = program(self.params, pool=self.pool, batch=batch, sampling=sampling)
         return output
 
     def warm_up(self) -> float:
-        """Compiles every bucket by running it on padding; returns the seconds it took."""
+        """Compiles every shape, a few at a time; returns the seconds it took."""
         start = time.perf_counter()
         shapes = self.buckets.shapes()
-        for num_tokens, num_seqs in shapes:
-            batch = empty_batch(num_tokens, num_seqs, self.buckets.table_width)
-            jax.block_until_ready(self.run(batch, empty_sampling(num_seqs)))
+        # XLA leaves cores idle while it compiles one program.
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+            done = threads.map(self._compile, shapes)
+            bar = tqdm(done, desc="Compiling step shapes", total=len(shapes), leave=False)
+            for _ in bar:
+                pass
         seconds = time.perf_counter() - start
-        logger.info("Warm-up: %d step shapes in %.1f s", len(shapes), seconds)
+        logger.info("Warm-up: %d step shapes compiled in %.1f s", len(shapes), seconds)
         return seconds
 
     def renew_pool(self) -> bool:
@@ -103,25 +111,39 @@ class StepRunner:
         self.pool = self._make_pool()
         return True
 
+    def _compile(self, shape: StepShape) -> jax.stages.Compiled:
+        program = self._lower(self.params, self.pool, shape).compile()
+        self._programs[shape] = program
+        return program
 
-def temporary_bytes(
-    params, pool: KVPool, *, config: ModelConfig, buckets: Buckets, implementation: str | None
-) -> int:
-    """Peak temporary memory of the largest step, by the compiler's own account.
+
+def lower_step(
+    params,
+    pool: KVPool,
+    shape: StepShape,
+    *,
+    config: ModelConfig,
+    buckets: Buckets,
+    implementation: str | None,
+) -> jax.stages.Lowered:
+    """The engine's step at one shape, ready to compile.
 
     Args:
-      params: the weights, or a tree of `jax.ShapeDtypeStruct`s like them.
-      pool: a pool, or one of `jax.ShapeDtypeStruct`s; its number of blocks hardly matters.
+      params, pool: arrays, or trees of `jax.ShapeDtypeStruct`s like them.
     """
-    num_tokens, num_seqs = buckets.shapes()[0]
-    lowered = _jitted_step.lower(
+    return _jitted_step.lower(
         params,
         pool=pool,
-        batch=empty_batch(num_tokens, num_seqs, buckets.table_width),
-        sampling=empty_sampling(num_seqs),
+        batch=empty_batch(shape.num_tokens, shape.num_seqs, buckets.table_width),
+        sampling=empty_sampling(shape.num_seqs),
         config=config,
+        decode_only=shape.decode_only,
         attention_implementation=implementation,
     )
+
+
+def temporary_bytes(lowered: jax.stages.Lowered) -> int:
+    """Peak temporary memory of a step, by the compiler's own account."""
     analysis = lowered.compile().memory_analysis()
     assert analysis is not None, "the backend gives no account of memory"
     return int(analysis.temp_size_in_bytes)

@@ -146,9 +146,11 @@ class Engine:
                 if self.scheduler.has_unfinished():
                     raise RuntimeError(f"the scheduler is stuck: {self.scheduler}")
                 return []
-            batch, sampling = build_step(step, self.buckets, block_size=self.config.block_size)
+            shape, batch, sampling = build_step(
+                step, self.buckets, block_size=self.config.block_size
+            )
             dispatched = time.perf_counter()
-            sampled = to_host(self.runner.run(batch, sampling))
+            sampled = to_host(self.runner.run(shape, batch, sampling))
         except BaseException:
             self._recover()
             raise

@@ -85,7 +85,12 @@ def block_bytes(model: CacheShape, *, block_size: int, dtype: DTypeLike) -> int:
 
 
 def paged_attend(
-    batch: StepBatch, *, block_size: int, scale: float, implementation: str | None = None
+    batch: StepBatch,
+    *,
+    block_size: int,
+    scale: float,
+    decode_only: bool = False,
+    implementation: str | None = None,
 ):
     """The `attend` of a model's forward pass: write the step's keys and values, then attend.
 
@@ -96,6 +101,7 @@ def paged_attend(
       batch: where each token's key and value go, and which blocks each sequence reads.
       block_size: tokens a block of the pool.
       scale: factor on the query-key products, usually head_dim ** -0.5.
+      decode_only: promises that every sequence has one token in the batch.
       implementation: see `pallas_kernels.ragged_paged_attention`.
 
     Returns:
@@ -106,7 +112,9 @@ def paged_attend(
     plan = None
     if implementation != "reference":  # It alone takes none. All layers share the work list.
         num_rows = batch.token_ids.shape[0]
-        plan = plan_attention(*where, num_rows=num_rows, block_size=block_size)
+        plan = plan_attention(
+            *where, num_rows=num_rows, block_size=block_size, decode_only=decode_only
+        )
 
     def attend(q, k, v, layer):
         layer = write_kv(layer, k, v, batch.slot_mapping)

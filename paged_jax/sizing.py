@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from paged_jax.batch import Buckets
-from paged_jax.compile import temporary_bytes
+from paged_jax.compile import lower_step, temporary_bytes
 from paged_jax.config import EngineConfig, SchedulerConfig
 from paged_jax.kv_pool import KVPool, block_bytes
 from paged_jax.log import logger
@@ -122,12 +122,13 @@ def _device_room(
     small_pool = jax.eval_shape(
         lambda: KVPool.create(model, num_blocks=2, block_size=config.block_size, dtype=dtype)
     )
-    temporary = temporary_bytes(
+    largest = lower_step(
         params,
         small_pool,
+        buckets.shapes()[0],
         config=model,
         buckets=buckets,
         implementation=config.attention_implementation,
     )
     limit = int(stats["bytes_limit"] * config.gpu_memory_utilization)
-    return limit - stats.get("bytes_in_use", 0) - temporary
+    return limit - stats.get("bytes_in_use", 0) - temporary_bytes(largest)

@@ -21,6 +21,7 @@ def forward(
     batch: StepBatch,
     *,
     config: ModelConfig,
+    decode_only: bool = False,
     attention_implementation: str | None = None,
     tensor_axis: str | None = None,
 ) -> tuple[KVPool, jax.Array]:
@@ -31,6 +32,8 @@ def forward(
       pool: the KV pool; donate it, or it is copied.
       batch: tokens, positions and block tables, padded or not.
       config: the model's shape; static.
+      decode_only: promises that every sequence has one token in the batch, which makes a smaller
+        program; static.
       attention_implementation: see `pallas_kernels.ragged_paged_attention`; static.
       tensor_axis: name of the mapped axis that the model is split over, None for one device.
 
@@ -43,6 +46,7 @@ def forward(
         batch,
         block_size=pool.block_size,
         scale=config.head_dim**-0.5,
+        decode_only=decode_only,
         implementation=attention_implementation,
     )
     hidden, layers = model.forward(
@@ -67,6 +71,7 @@ def sample_step(
     sampling: SamplingBatch,
     *,
     config: ModelConfig,
+    decode_only: bool = False,
     attention_implementation: str | None = None,
     tensor_axis: str | None = None,
 ) -> tuple[KVPool, SamplerOutput]:
@@ -76,6 +81,7 @@ def sample_step(
         pool,
         batch,
         config=config,
+        decode_only=decode_only,
         attention_implementation=attention_implementation,
         tensor_axis=tensor_axis,
     )

@@ -107,6 +107,7 @@ def ragged_paged_attention(
             num_rows=q.shape[0],
             block_size=pool_layer.shape[2],
             sliding_window=sliding_window,
+            decode_only=False,
         )
     _check_plan(plan, q, pool_layer, kv_lens, sliding_window)
     return attention_xla.ragged_paged_attention(q, pool_layer, plan, **options)
@@ -121,6 +122,7 @@ def plan_attention(
     num_rows: int,
     block_size: int,
     sliding_window: int | None = None,
+    decode_only: bool = False,
 ) -> AttentionPlan:
     """The work list of a batch, to be made once a step and given to every layer's attention.
 
@@ -132,6 +134,8 @@ def plan_attention(
       num_rows: T, the rows of q, padding included.
       block_size: tokens a block of the pool.
       sliding_window: the layers' window in tokens, or None.
+      decode_only: promises that every sequence has one query row, so that the program has no code
+        for prefills (half the compile time). Rows of longer sequences then come back as zeros.
 
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it and what would.
@@ -150,6 +154,7 @@ def plan_attention(
         num_rows=num_rows,
         block_size=block_size,
         sliding_window=sliding_window,
+        decode_only=decode_only,
     )
 
 

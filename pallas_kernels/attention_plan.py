@@ -55,6 +55,8 @@ class AttentionPlan:
     prefill_tables: jax.Array
     decode_items_per_group: int = struct.field(pytree_node=False)
     prefill_tile_rows: int = struct.field(pytree_node=False)
+    # Whether there are decodes only; then no prefill tile is looked at.
+    decode_only: bool = struct.field(pytree_node=False)
     block_size: int = struct.field(pytree_node=False)
     # The widest window the items cover, in tokens; None covers everything.
     sliding_window: int | None = struct.field(pytree_node=False)
@@ -74,6 +76,7 @@ def make_plan(
     num_rows: int,
     block_size: int,
     sliding_window: int | None,
+    decode_only: bool,
 ) -> AttentionPlan:
     """Arguments as in `pallas_kernels.plan_attention`, already checked."""
     max_seqs = kv_lens.shape[0]
@@ -102,6 +105,7 @@ def make_plan(
         ),
         decode_items_per_group=_items_per_group(max_seqs),
         prefill_tile_rows=tile_rows,
+        decode_only=decode_only,
         block_size=block_size,
         sliding_window=sliding_window,
     )

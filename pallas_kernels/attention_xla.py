@@ -76,10 +76,12 @@ def ragged_paged_attention(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
 
-    out = _prefills(grouped, pool_layer, plan, sinks, **limits)
     decoded = _finish(_decodes(grouped, pool_layer, plan, **limits), sinks)
+    others = jnp.zeros_like(grouped)
+    if not plan.decode_only:
+        others = _prefills(grouped, pool_layer, plan, sinks, **limits)[:num_rows]
     ranks = plan.row_ranks
-    out = jnp.where(ranks[:, None, None, None] >= 0, decoded[ranks], out[:num_rows])
+    out = jnp.where(ranks[:, None, None, None] >= 0, decoded[ranks], others)
     if v_scale is not None:
         out *= v_scale.astype(jnp.float32)[:, None, None]
     return out.reshape(q.shape).astype(q.dtype)

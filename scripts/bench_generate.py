@@ -8,6 +8,7 @@ rates are tokens computed in steps of that kind over the time of those steps.
 """
 
 import json
+import logging
 import platform
 import resource
 import sys
@@ -78,6 +79,7 @@ def peak_rss_bytes() -> int:
 
 
 def main(argv: list[str]) -> None:
+    logging.getLogger("jax").setLevel(logging.WARNING)
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     model = demo_model_path() if MODEL.value == "demo" else MODEL.value
@@ -97,7 +99,7 @@ def main(argv: list[str]) -> None:
     rounds = [run_round(llm, rng) for _ in range(ROUNDS.value)]
     figures = {name: float(np.median([r[name] for r in rounds])) for name in rounds[0]}
     num_steps = figures["prefill_steps"] + figures["decode_steps"]
-    seats = llm.engine.buckets.shape_for(MAX_NUM_SEQS.value, MAX_NUM_SEQS.value)[1]
+    seats = llm.engine.buckets.num_seqs[-1]
     sampling = sampling_seconds(llm.model.config.vocab_size, seats) * num_steps
     for name, value in figures.items():
         print(f"{name:28} {value:12.3f}")

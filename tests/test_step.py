@@ -132,4 +132,5 @@ def test_every_step_has_a_bucket_and_the_buckets_are_few(max_num_seqs, max_num_b
             if num_seqs <= num_tokens <= max_num_batched_tokens:
                 shape = buckets.shape_for(num_tokens, num_seqs)
                 assert shape in shapes
-                assert shape[0] >= num_tokens and shape[1] >= num_seqs
+                assert shape.num_tokens >= num_tokens and shape.num_seqs >= num_seqs
+                assert shape.decode_only == (num_tokens == num_seqs)

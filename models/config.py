@@ -1,7 +1,9 @@
 """What a decoder is (ModelConfig), and the error that names why a checkpoint cannot be one."""
 
 import dataclasses
-import math
+import numbers
+import sys
+from typing import Any, cast
 
 ROPE_KINDS = ("default", "linear", "llama3")
 
@@ -11,6 +13,13 @@ MAX_POSITION_EMBEDDINGS = 2**20
 
 class ModelLoadError(ValueError):
     """A checkpoint cannot be loaded; the message names the file, the finding and the mend."""
+
+
+def _is_positive_number(value: object) -> bool:
+    """True for a number above 0 that fits a float; nan fails both comparisons."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return 0 < cast("float", value) <= sys.float_info.max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,15 +48,13 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ValueError(f"rope.kind={self.kind!r} is not supported: use one of {ROPE_KINDS}")
-        if not (math.isfinite(self.theta) and self.theta > 0):
-            raise ValueError(f"rope.theta={self.theta!r} must be a finite number above 0")
-        if not (math.isfinite(self.factor) and self.factor > 0):
-            raise ValueError(f"rope.factor={self.factor!r} must be a finite number above 0")
+        for name in ("theta", "factor"):
+            value = getattr(self, name)
+            if not _is_positive_number(value):
+                raise ValueError(f"rope.{name}={value!r} must be a finite number above 0")
         if self.kind == "default" and self.factor != 1.0:
             raise ValueError(f"rope.factor={self.factor!r} needs kind 'linear' or 'llama3'")
-        if self.divisors is not None and not all(
-            math.isfinite(divisor) and divisor > 0 for divisor in self.divisors
-        ):
+        if self.divisors is not None and not all(map(_is_positive_number, self.divisors)):
             raise ValueError("rope.divisors must all be finite numbers above 0")
         self._check_llama3_fields()
 
@@ -56,7 +63,7 @@ class RopeConfig:
             value = getattr(self, name)
             if self.kind != "llama3" and value is not None:
                 raise ValueError(f"rope.{name}={value!r} needs kind 'llama3', not {self.kind!r}")
-            if self.kind == "llama3" and not (value is not None and value > 0):
+            if self.kind == "llama3" and not _is_positive_number(value):
                 raise ValueError(f"rope.{name}={value!r}: kind 'llama3' needs a number above 0")
         if self.low_freq_factor is not None and self.high_freq_factor is not None:
             if self.low_freq_factor >= self.high_freq_factor:
@@ -111,8 +118,12 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates pairs")
-        if not 0 < self.rms_norm_eps < 1:
+        if not (_is_positive_number(self.rms_norm_eps) and self.rms_norm_eps < 1):
             raise ValueError(f"rms_norm_eps={self.rms_norm_eps!r} must lie between 0 and 1")
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise ValueError(
+                f"tie_word_embeddings={self.tie_word_embeddings!r} must be True or False"
+            )
         divisors = self.rope.divisors
         if divisors is not None and len(divisors) != self.head_dim // 2:
             raise ValueError(
@@ -136,9 +147,10 @@ class GenerationInfo:
 
     eos_token_ids: any of these ends a text; empty where the checkpoint names none.
     bos_token_id: None where the checkpoint names none.
-    defaults: sampling defaults under their usual names (temperature, top_p, ...), as found.
+    defaults: the checkpoint's advice on sampling, as keyword arguments of SamplingParams that it
+        accepts.
     """
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    defaults: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    defaults: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -13,6 +13,7 @@ from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import DTYPES, load_params
 from paged_jax.models.weights_gguf import open_gguf
 from paged_jax.models.weights_hf import open_folder
+from paged_jax.tokenizer import Tokenizer
 
 # org/name, or org/name:file.gguf for one file of a repository.
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(:(?P<file>[^:]+\.gguf))?")
@@ -43,7 +44,9 @@ class LoadedModel:
     dtype: "float32" or "bfloat16", of the weights (norm weights are always float32).
     eos_token_ids: any of these ends a text; empty where the checkpoint names none.
     bos_token_id: None where the checkpoint names none.
-    generation_defaults: sampling defaults as the checkpoint states them, by their usual names.
+    generation_defaults: the checkpoint's advice on sampling (generation_config.json, or a GGUF
+        file's general.sampling.*), as keyword arguments that SamplingParams accepts. It is advice,
+        not a request: what the engine cannot honour is left out with a logged warning.
     tokenizer_source: where the tokenizer and chat template are.
     name: what the model was asked for as, without folders.
     """
@@ -53,9 +56,18 @@ class LoadedModel:
     dtype: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    generation_defaults: dict[str, float | int]
+    generation_defaults: dict[str, Any]
     tokenizer_source: GgufSource | FolderSource
     name: str
+
+    def load_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, chat template included.
+
+        Raises: FileNotFoundError, ValueError as `Tokenizer.from_folder` and `from_gguf`.
+        """
+        if isinstance(self.tokenizer_source, GgufSource):
+            return Tokenizer.from_gguf(self.tokenizer_source.metadata)
+        return Tokenizer.from_folder(self.tokenizer_source.path)
 
 
 def load_model(

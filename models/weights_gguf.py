@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from paged_jax.models.checkpoint import Checkpoint, check_tensors
+from paged_jax.models.checkpoint import (
+    Checkpoint,
+    check_tensors,
+    check_token_id,
+    sampling_defaults,
+)
 from paged_jax.models.config import GenerationInfo, ModelConfig, ModelLoadError, RopeConfig
 from paged_jax.models.gguf_file import GgufHeader, GgufTensor, gguf_metadata, read_header
 from paged_jax.models.params import rename_tensors
@@ -63,6 +68,24 @@ NEUTRAL_METADATA = {
     "attention.sliding_window": 0,
 }
 
+# Metadata that is sampling defaults, by the name SamplingParams has for it; the values under which
+# other such metadata changes nothing; and what only matters beside other metadata.
+SAMPLING_PREFIX = "general.sampling."
+SAMPLING_NAMES = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
+NEUTRAL_SAMPLING = {"general.sampling.mirostat": 0, "general.sampling.xtc_probability": 0.0}
+DEPENDENT_SAMPLING = (
+    "general.sampling.penalty_last_n",
+    "general.sampling.mirostat_tau",
+    "general.sampling.mirostat_eta",
+    "general.sampling.xtc_threshold",
+)
+
 
 def open_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     """Opens a GGUF file and compares all of it with the model it describes.
@@ -71,11 +94,12 @@ def open_gguf(path: str | os.PathLike[str]) -> Checkpoint:
         FileNotFoundError: no such file.
         ImportError: the gguf package is missing.
         ModelLoadError: the file is not GGUF, truncated or corrupt; its architecture, a tensor type
-            or a RoPE scaling is not supported; a tensor is missing, misshapen or unexpected.
+            or a RoPE scaling is not supported; a tensor is missing, misshapen or unexpected; a
+            token id or a sampling default is out of range.
     """
     header = read_header(path)
     architecture = header.metadata.get("general.architecture")
-    if architecture not in MODELS:
+    if not isinstance(architecture, str) or architecture not in MODELS:
         raise ModelLoadError(
             f"{path}: general.architecture={architecture!r} is not supported: "
             f"use a model of {sorted(MODELS)}"
@@ -89,7 +113,7 @@ def open_gguf(path: str | os.PathLike[str]) -> Checkpoint:
     reader.set_rope_permuted_heads(config)
     return Checkpoint(
         config=config,
-        generation=_read_generation(header.metadata),
+        generation=_read_generation(header, config.vocab_size),
         specs=specs,
         stored_dtype=reader.stored_dtype("token_embd.weight"),
         tokenizer_metadata={
@@ -152,14 +176,16 @@ def _read_config(header: GgufHeader, reader: "_TensorReader") -> ModelConfig:
 
 
 def _read_rope(metadata: "_ArchitectureMetadata", reader: "_TensorReader") -> RopeConfig:
-    theta = float(metadata.get("rope.freq_base", 10000.0))
+    theta = metadata.positive("rope.freq_base", 10000.0)
     # As in llama.cpp, a factor without a type is linear; scale_linear is the factor's older name.
     kind = metadata.get("rope.scaling.type", "linear")
     if kind not in ("none", "linear"):
         raise metadata.refused("rope.scaling.type", kind, "not supported: use 'none' or 'linear'")
     factor = 1.0
     if kind == "linear":
-        factor = float(metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear", 1.0)))
+        factor = metadata.positive(
+            "rope.scaling.factor", metadata.positive("rope.scale_linear", 1.0)
+        )
     divisors = None
     if ROPE_FREQS in reader.header.tensors:
         reader.check_bounds([ROPE_FREQS])
@@ -169,21 +195,24 @@ def _read_rope(metadata: "_ArchitectureMetadata", reader: "_TensorReader") -> Ro
     )
 
 
-def _read_generation(metadata: dict[str, Any]) -> GenerationInfo:
+def _read_generation(header: GgufHeader, vocab_size: int) -> GenerationInfo:
+    def token_id(name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key not in header.metadata:
+            return None
+        return check_token_id(header.path, key, header.metadata[key], vocab_size)
+
     # Chat models end a turn with a token of its own (eot) or, before a tool's answer, with eom.
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    found = [metadata.get(f"tokenizer.ggml.{name}") for name in names]
-    defaults = {
-        "temperature": metadata.get("general.sampling.temp"),
-        "top_k": metadata.get("general.sampling.top_k"),
-        "top_p": metadata.get("general.sampling.top_p"),
-        "min_p": metadata.get("general.sampling.min_p"),
-        "repetition_penalty": metadata.get("general.sampling.penalty_repeat"),
+    eos_token_ids = [token_id(name) for name in ("eos", "eot", "eom")]
+    found = {
+        key: value
+        for key, value in header.metadata.items()
+        if key.startswith(SAMPLING_PREFIX) and key not in DEPENDENT_SAMPLING
     }
     return GenerationInfo(
-        eos_token_ids=tuple(dict.fromkeys(id for id in found if id is not None)),
-        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        defaults={name: value for name, value in defaults.items() if value is not None},
+        eos_token_ids=tuple(dict.fromkeys(id for id in eos_token_ids if id is not None)),
+        bos_token_id=token_id("bos"),
+        defaults=sampling_defaults(header.path, found, SAMPLING_NAMES, NEUTRAL_SAMPLING),
     )
 
 
@@ -200,9 +229,19 @@ class _ArchitectureMetadata:
 
     def require(self, key: str, kind: type) -> Any:
         value = self.get(key, None)
-        if not isinstance(value, kind):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise self.refused(key, value, f"expected one {kind.__name__}: convert the model again")
         return value
+
+    def positive(self, key: str, default: float) -> float:
+        """A number above 0, which converters write as a float or as a whole number."""
+        value = self.get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 < value < math.inf):
+            raise self.refused(
+                key, value, "expected one finite number above 0: convert the model again"
+            )
+        return float(value)
 
     def refused(self, key: str, value: Any, reason: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {self.architecture}.{key}={value!r}: {reason}")

@@ -2,13 +2,19 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from paged_jax.models.checkpoint import Checkpoint, check_tensors
+from paged_jax.models.checkpoint import (
+    Checkpoint,
+    check_tensors,
+    check_token_id,
+    sampling_defaults,
+)
 from paged_jax.models.config import GenerationInfo, ModelConfig, ModelLoadError, RopeConfig
 from paged_jax.models.registry import MODELS
 
@@ -26,15 +32,37 @@ NEUTRAL_FIELDS = {
     "quantization_config": (),
 }
 
-# Fields of generation_config.json that are sampling defaults.
-SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "max_new_tokens",
-)
+# Fields of generation_config.json that are sampling defaults, by the name SamplingParams has for
+# them; and those that it has none for, with the values under which they change nothing.
+SAMPLING_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+OTHER_SAMPLING_FIELDS = {
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "penalty_alpha": 0.0,
+    "guidance_scale": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "stop_strings": None,
+    "bad_words_ids": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
 
 
 def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
@@ -43,8 +71,8 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         FileNotFoundError: no config.json.
         ModelLoadError: a file is corrupt; the architecture, a setting, a RoPE kind or a tensor
-            type is not supported; a tensor is missing, misshapen or unexpected; there are no
-            safetensors.
+            type is not supported; a tensor is missing, misshapen or unexpected; a token id or a
+            sampling default is out of range; there are no safetensors.
     """
     folder = Path(path)
     raw = _read_json(folder / "config.json")
@@ -59,7 +87,7 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     )
     return Checkpoint(
         config=config,
-        generation=_read_generation(folder, raw),
+        generation=_read_generation(folder, raw, config.vocab_size),
         specs=specs,
         stored_dtype=reader.stored_dtype("model.embed_tokens.weight"),
         tokenizer_metadata=None,
@@ -76,7 +104,7 @@ def _is_unused(name: str, tied: bool) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # the latter when nested too deeply
         raise ModelLoadError(f"{path}: not valid JSON ({error}); fetch it again") from error
     if not isinstance(content, dict):
         raise ModelLoadError(f"{path}: holds a JSON {type(content).__name__}, expected an object")
@@ -111,20 +139,21 @@ def _read_config(path: Path, raw: dict[str, Any]) -> ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=_get(raw, "rms_norm_eps", 1e-6),
             max_position_embeddings=_get(raw, "max_position_embeddings", 2048),
-            tie_word_embeddings=bool(_get(raw, "tie_word_embeddings", False)),
+            tie_word_embeddings=_get(raw, "tie_word_embeddings", False),
             rope=_read_rope(path, raw),
         )
     except ModelLoadError:
         raise
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ModelLoadError(f"{path}: {error}") from error
 
 
 def _read_architecture(path: Path, raw: dict[str, Any]) -> str:
     known = {module.HF_ARCHITECTURE: name for name, module in MODELS.items()}
     found = raw.get("architectures")
-    if isinstance(found, list) and len(found) == 1 and found[0] in known:
-        return known[found[0]]
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], str):
+        if found[0] in known:
+            return known[found[0]]
     raise ModelLoadError(
         f"{path}: architectures={found!r} is not supported: use a model of {sorted(known)}"
     )
@@ -136,7 +165,8 @@ def _read_rope(path: Path, raw: dict[str, Any]) -> RopeConfig:
     scaling = _get(raw, field, {})
     if not isinstance(scaling, dict):
         raise ModelLoadError(f"{path}: {field}={scaling!r} must be an object")
-    theta = float(_get(scaling, "rope_theta", _get(raw, "rope_theta", 10000.0)))
+    theta = _get(scaling, "rope_theta", _get(raw, "rope_theta", 10000.0))
+    theta = _require(path, {"rope_theta": theta}, "rope_theta", float)
     # "type" is the older name of "rope_type".
     kind = _get(scaling, "rope_type", _get(scaling, "type", "default"))
     if scaling.get("partial_rotary_factor") not in (None, 1.0):
@@ -161,25 +191,45 @@ def _read_rope(path: Path, raw: dict[str, Any]) -> RopeConfig:
     )
 
 
-def _read_generation(folder: Path, raw: dict[str, Any]) -> GenerationInfo:
+def _read_generation(folder: Path, raw: dict[str, Any], vocab_size: int) -> GenerationInfo:
+    """From generation_config.json and, for token ids that it does not name, config.json."""
     path = folder / "generation_config.json"
     generation = _read_json(path) if path.exists() else {}
-    eos = _get(generation, "eos_token_id", _get(raw, "eos_token_id", []))
-    eos_token_ids = eos if isinstance(eos, list) else [eos]
-    bos_token_id = _get(generation, "bos_token_id", raw.get("bos_token_id"))
-    for token_id in [*eos_token_ids, *([] if bos_token_id is None else [bos_token_id])]:
-        if not isinstance(token_id, int):
-            raise ModelLoadError(
-                f"{folder}: the token id {token_id!r} among eos_token_id and bos_token_id "
-                "must be a whole number"
-            )
+
+    def locate(field: str) -> tuple[Path, Any]:
+        if generation.get(field) is not None:
+            return path, generation[field]
+        return folder / "config.json", raw.get(field)
+
+    eos_path, eos = locate("eos_token_id")
+    eos = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    eos = [check_token_id(eos_path, "eos_token_id", token_id, vocab_size) for token_id in eos]
+    bos_path, bos = locate("bos_token_id")
+    if bos is not None:
+        check_token_id(bos_path, "bos_token_id", bos, vocab_size)
     return GenerationInfo(
-        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-        bos_token_id=bos_token_id,
-        defaults={
-            name: generation[name] for name in SAMPLING_FIELDS if generation.get(name) is not None
-        },
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=bos,
+        defaults=_read_sampling_defaults(path, generation),
     )
+
+
+def _read_sampling_defaults(path: Path, generation: dict[str, Any]) -> dict[str, Any]:
+    do_sample = generation.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise ModelLoadError(f"{path}: do_sample={do_sample!r} must be true or false; correct it")
+    found = {
+        field: generation[field]
+        for field in (*SAMPLING_NAMES, *OTHER_SAMPLING_FIELDS)
+        if field in generation
+    }
+    defaults = sampling_defaults(path, found, SAMPLING_NAMES, OTHER_SAMPLING_FIELDS)
+    if do_sample is False:
+        # Greedy, whatever else the file says about which tokens to draw from.
+        for name in ("top_p", "top_k", "min_p"):
+            defaults.pop(name, None)
+        defaults["temperature"] = 0.0
+    return defaults
 
 
 def _get(fields: dict[str, Any], name: str, default: Any) -> Any:
@@ -193,6 +243,9 @@ def _require(path: Path, fields: dict[str, Any], name: str, kind: type = int) ->
     accepted = (int, float) if kind is float else kind
     if not isinstance(value, accepted) or isinstance(value, bool):
         raise ModelLoadError(f"{path}: {name}={value!r} must be one {kind.__name__}")
+    # JSON as Python reads it knows inf, nan and whole numbers beyond all floats.
+    if kind is float and not abs(value) <= sys.float_info.max:
+        raise ModelLoadError(f"{path}: {name}={value!r} must be one finite float")
     return kind(value)
 
 
@@ -219,10 +272,16 @@ class _SafetensorsReader:
         if not isinstance(weight_map, dict):
             raise ModelLoadError(f"{index}: no weight_map in it; fetch it again")
         shards = {}
+        for name, file_name in weight_map.items():
+            is_name = isinstance(file_name, str) and file_name not in ("", "..")
+            if not (is_name and Path(file_name).name == file_name):
+                raise ModelLoadError(
+                    f"{index}: weight_map[{name!r}]={file_name!r} is not the name of a file "
+                    "beside it; fetch it again"
+                )
         for file_name in dict.fromkeys(weight_map.values()):
-            if Path(str(file_name)).name != file_name:
-                raise ModelLoadError(f"{index}: {file_name!r} is not the name of a file beside it")
-            if not (self._folder / file_name).exists():
+            # Not Path.exists, which raises for a name longer than the system allows.
+            if not os.path.isfile(self._folder / file_name):
                 raise ModelLoadError(f"{index}: names {file_name}, which is missing; fetch it")
             shards[file_name] = _open_safetensors(self._folder / file_name)
         stored = {file_name: set(shard.keys()) for file_name, shard in shards.items()}

@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paged_jax.batch import StepBatch, decode_batch, make_batch
+    from paged_jax.batch import StepBatch, decode_batch, make_batch, make_sampling
     from paged_jax.block_manager import BlockManager
     from paged_jax.block_pool import BlockPool
     from paged_jax.config import EngineConfig, SchedulerConfig
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paged_jax.models.loader import LoadedModel, load_model
     from paged_jax.outputs import CompletionOutput, Logprob, RequestOutput
     from paged_jax.request import Request
-    from paged_jax.sampling import SamplingBatch, sample
+    from paged_jax.sampling import SamplerOutput, SamplingBatch, sample
     from paged_jax.sampling_params import SamplingParams
     from paged_jax.scheduler import Scheduler
     from paged_jax.step import forward, sample_step
@@ -40,6 +40,7 @@ _MODULE_OF = {
     "ModelConfig": "models.config",
     "Request": "request",
     "RequestOutput": "outputs",
+    "SamplerOutput": "sampling",
     "SamplingBatch": "sampling",
     "SamplingParams": "sampling_params",
     "Scheduler": "scheduler",
@@ -51,6 +52,7 @@ _MODULE_OF = {
     "forward": "step",
     "load_model": "models.loader",
     "make_batch": "batch",
+    "make_sampling": "batch",
     "sample": "sampling",
     "sample_step": "step",
 }
@@ -67,6 +69,7 @@ __all__ = [
     "ModelConfig",
     "Request",
     "RequestOutput",
+    "SamplerOutput",
     "SamplingBatch",
     "SamplingParams",
     "Scheduler",
@@ -78,6 +81,7 @@ __all__ = [
     "forward",
     "load_model",
     "make_batch",
+    "make_sampling",
     "sample",
     "sample_step",
 ]

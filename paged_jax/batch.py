@@ -16,7 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplingBatch
+from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduler import ScheduledStep
+
+# Beyond these, what a user may ask for is no int32, or vanishes as a float32.
+_MAX_TOP_K = 2**31 - 1
+_MIN_TOP_P = 2.0**-120
 
 # What a field holds: jax arrays inside a step, numpy arrays on their way to it.
 Array = Any
@@ -27,22 +32,26 @@ class StepBatch:
     """The tokens of one step, prefill chunks and decodes alike, sequence after sequence.
 
     T, S and B are bucket sizes: tokens, sequences, and blocks a table. Padding tokens write to the
-    null block; padding sequences have no tokens.
+    null block; padding sequences have no tokens. `make_batch` and `decode_batch` build one.
+
+    Attributes:
+      token_ids: int32[T], the tokens whose keys and values this step computes.
+      positions: int32[T], the position of each in its sequence.
+      slot_mapping: int32[T], where its key and value go: block_id * block_size + offset.
+      query_starts: int32[S + 1]; sequence s owns the tokens from query_starts[s] to
+        query_starts[s + 1].
+      kv_lens: int32[S], tokens of the sequence in the pool once this step has written; 0 for
+        padding.
+      block_tables: int32[S, B], the blocks of each sequence, in order; 0 beyond its end.
+      num_seqs: int32[], how many of the S sequences are real.
     """
 
-    # int32[T]: the tokens whose keys and values this step computes.
     token_ids: Array
-    # int32[T]: the position of each in its sequence.
     positions: Array
-    # int32[T]: where its key and value go: block_id * block_size + offset.
     slot_mapping: Array
-    # int32[S + 1]: sequence s owns the tokens from query_starts[s] to query_starts[s + 1].
     query_starts: Array
-    # int32[S]: tokens of the sequence in the pool once this step has written; 0 for padding.
     kv_lens: Array
-    # int32[S, B]: the blocks of each sequence, in order; 0 beyond its end.
     block_tables: Array
-    # int32[]: how many of the S sequences are real.
     num_seqs: Array
 
 
@@ -117,18 +126,54 @@ def empty_batch(num_tokens: int, num_seqs: int, table_width: int) -> StepBatch:
     )
 
 
-def empty_sampling(num_seqs: int) -> SamplingBatch:
-    """Sampling arrays of padding only (greedy, nothing masked), as numpy arrays."""
-    return SamplingBatch(
-        temperature=np.zeros(num_seqs, np.float32),
-        top_k=np.zeros(num_seqs, np.int32),
-        top_p=np.ones(num_seqs, np.float32),
-        min_p=np.zeros(num_seqs, np.float32),
-        seed=np.zeros((num_seqs, 2), np.uint32),
-        positions=np.zeros(num_seqs, np.int32),
-        masked_tokens=np.full((num_seqs, MAX_MASKED_TOKENS), -1, np.int32),
-        num_logprobs=np.full(num_seqs, -1, np.int32),
+def make_sampling(
+    params: Sequence[SamplingParams],
+    seeds: Sequence[int],
+    positions: Sequence[int],
+    *,
+    masked_tokens: Sequence[Sequence[int]] | None = None,
+    num_seqs: int | None = None,
+) -> SamplingBatch:
+    """Builds a SamplingBatch (numpy arrays) from plain lists, one entry a sequence.
+
+    Args:
+      params: temperature, top_k, top_p, min_p and logprobs of each are used here.
+      seeds: 64 bits for each; a token depends on its seed and its position only.
+      positions: the position of the token to be drawn: how many tokens the sequence has so far.
+      masked_tokens: ids that may not be drawn, at most MAX_MASKED_TOKENS for each.
+      num_seqs: rows to pad to; rows of padding are greedy.
+
+    Raises:
+      ValueError: the lists differ in length.
+    """
+    if not len(params) == len(seeds) == len(positions):
+        raise ValueError(
+            f"params, seeds and positions have {len(params)}, {len(seeds)} and {len(positions)} "
+            "entries; give one of each a sequence"
+        )
+    rows = len(params) if num_seqs is None else num_seqs
+    sampling = SamplingBatch(
+        temperature=np.zeros(rows, np.float32),
+        top_k=np.zeros(rows, np.int32),
+        top_p=np.ones(rows, np.float32),
+        min_p=np.zeros(rows, np.float32),
+        seed=np.zeros((rows, 2), np.uint32),
+        positions=np.zeros(rows, np.int32),
+        masked_tokens=np.full((rows, MAX_MASKED_TOKENS), -1, np.int32),
+        num_logprobs=np.full(rows, -1, np.int32),
     )
+    for s, (own, seed) in enumerate(zip(params, seeds, strict=True)):
+        sampling.temperature[s] = own.temperature
+        sampling.top_k[s] = min(own.top_k, _MAX_TOP_K)
+        sampling.top_p[s] = max(own.top_p, _MIN_TOP_P)
+        sampling.min_p[s] = own.min_p
+        sampling.seed[s] = seed & 0xFFFFFFFF, seed >> 32
+        if own.logprobs is not None:
+            sampling.num_logprobs[s] = own.logprobs
+    sampling.positions[: len(positions)] = positions
+    for s, masked in enumerate(masked_tokens or ()):
+        sampling.masked_tokens[s, : len(masked)] = masked
+    return sampling
 
 
 def make_batch(
@@ -147,7 +192,7 @@ def make_batch(
       token_ids: the tokens to compute now, of each sequence; none may be empty.
       starts: how many tokens of each sequence the pool holds already.
       block_tables: the blocks of each sequence, enough for starts + tokens.
-      block_size: tokens a block.
+      block_size: tokens a block; it must be that of the pool.
       num_tokens, num_seqs, table_width: sizes to pad to; by default what is needed.
 
     Raises:
@@ -175,10 +220,11 @@ def make_batch(
     row = 0
     for s, (tokens, start, table) in enumerate(zip(token_ids, starts, block_tables, strict=True)):
         count = counts[s]
-        if count == 0 or start + count > len(table) * block_size:
+        if count == 0 or start < 0 or start + count > len(table) * block_size:
             raise ValueError(
-                f"sequence {s}: {count} tokens from position {start} on need between 1 token and "
-                f"the {len(table) * block_size} slots of its {len(table)} blocks"
+                f"sequence {s}: {count} tokens from position {start} on; there must be at least "
+                f"one, from position 0 or later, within the {len(table) * block_size} slots of its "
+                f"{len(table)} blocks"
             )
         end = row + count
         batch.token_ids[row:end] = tokens
@@ -247,17 +293,11 @@ def build_step(
         num_seqs=shape.num_seqs,
         table_width=buckets.table_width,
     )
-    sampling = empty_sampling(shape.num_seqs)
-    for s, chunk in enumerate(chunks):
-        request, params = chunk.request, chunk.request.params
-        sampling.temperature[s] = params.temperature
-        sampling.top_k[s] = max(params.top_k, 0)
-        sampling.top_p[s] = params.top_p
-        sampling.min_p[s] = params.min_p
-        sampling.seed[s] = request.seed & 0xFFFFFFFF, request.seed >> 32
-        sampling.positions[s] = chunk.end
-        if params.logprobs is not None:
-            sampling.num_logprobs[s] = params.logprobs
-        masked = request.tokens_to_mask()
-        sampling.masked_tokens[s, : len(masked)] = masked
+    sampling = make_sampling(
+        [chunk.request.params for chunk in chunks],
+        [chunk.request.seed for chunk in chunks],
+        [chunk.end for chunk in chunks],
+        masked_tokens=[chunk.request.tokens_to_mask() for chunk in chunks],
+        num_seqs=shape.num_seqs,
+    )
     return shape, batch, sampling

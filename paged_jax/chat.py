@@ -22,6 +22,15 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
 
+# Arguments of every function that renders a chat, and so no further variables of a template.
+_ARGUMENTS = (
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
 _PASS_TEMPLATE = "pass a working template as chat_template="
 
 # Put behind the last message when it is to be continued, and cut from the rendered text again.
@@ -93,6 +102,7 @@ def _compile(source: str) -> jinja2.Template:
 def render_chat(
     template: str,
     messages: Sequence[Message],
+    /,
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
@@ -109,7 +119,8 @@ def render_chat(
       continue_final_message: end inside the last message, so that the model continues it.
         Excludes `add_generation_prompt`.
       tools: JSON schemas of functions, for templates that list them.
-      **template_kwargs: further variables of the template, such as bos_token.
+      **template_kwargs: further variables of the template, such as bos_token; see
+        `check_template_kwargs`.
 
     Returns:
       The prompt. It already holds BOS where the template writes one: encode it with
@@ -117,8 +128,11 @@ def render_chat(
 
     Raises:
       ChatTemplateError: malformed messages or tools, a template that does not parse, one that
-        fails or refuses the messages, or both ways of ending the prompt asked for.
+        fails or refuses the messages, both ways of ending the prompt asked for, or a variable that
+        has the name of an argument.
     """
+    check_template(template)
+    check_template_kwargs(template_kwargs)
     if continue_final_message and add_generation_prompt:
         raise ChatTemplateError(
             "continue_final_message=True and add_generation_prompt=True exclude each other; "
@@ -148,6 +162,37 @@ def render_chat(
     return head
 
 
+def check_template(template: Any) -> None:
+    """Raises ChatTemplateError unless `template` is a string."""
+    if not isinstance(template, str):
+        raise ChatTemplateError(
+            f"chat_template={template!r:.200} is of type {type(template).__name__}; it must be a "
+            "string with a Jinja source"
+        )
+
+
+def check_template_kwargs(template_kwargs: Mapping[str, Any]) -> None:
+    """Raises ChatTemplateError unless the keys can be further variables of a template.
+
+    For functions that take these variables as one mapping and pass it on as keyword arguments.
+    """
+    if not isinstance(template_kwargs, Mapping):
+        raise ChatTemplateError(
+            f"the template's variables must be a dict, not a {type(template_kwargs).__name__}"
+        )
+    for name in template_kwargs:
+        if not isinstance(name, str):
+            raise ChatTemplateError(
+                f"the template's variable {name!r} is of type {type(name).__name__}; names are "
+                "strings"
+            )
+        if name in _ARGUMENTS:
+            raise ChatTemplateError(
+                f"the template's variable {name!r} is an argument of its own; pass it as that, "
+                "or give the variable another name"
+            )
+
+
 def _parse(template: str) -> jinja2.Template:
     try:
         return _compile(template)
@@ -155,6 +200,10 @@ def _parse(template: str) -> jinja2.Template:
         raise ChatTemplateError(
             f"the chat template does not parse: {error.message} at "
             f"{_quote_line(template, error.lineno)}; {_PASS_TEMPLATE}"
+        ) from error
+    except Exception as error:  # nested too deeply, or a number of too many digits
+        raise ChatTemplateError(
+            f"the chat template does not parse: {type(error).__name__}: {error}; {_PASS_TEMPLATE}"
         ) from error
 
 
@@ -236,6 +285,11 @@ def _join_parts(index: int, parts: Sequence[Any]) -> str:
 def _check_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[Mapping[str, Any]] | None:
     if tools is None:
         return None
+    if isinstance(tools, str | bytes | Mapping) or not isinstance(tools, Sequence):
+        raise ChatTemplateError(
+            f"tools={tools!r:.200} is of type {type(tools).__name__}; it must be a list of dicts, "
+            "each with a function's JSON schema"
+        )
     for index, tool in enumerate(tools):
         if not isinstance(tool, Mapping):
             raise ChatTemplateError(

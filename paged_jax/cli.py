@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
+import os
+import stat
 import sys
 import time
-from collections.abc import Iterator
 from typing import IO, Any
 
+import absl.logging
 from absl import app, flags
 from tqdm.auto import tqdm
 
@@ -66,44 +67,51 @@ PREFIX_CACHING = flags.DEFINE_bool("enable_prefix_caching", True, "Share blocks 
 REPORT = flags.DEFINE_bool("report", True, "End with a short report on standard error.")
 
 
+_USAGE = """Answers prompts with a language model, many at once.
+
+    %s --input=prompts.jsonl --output=answers.jsonl --max_tokens=128
+    echo "Why is the sky blue?" | %s
+
+Reads one prompt a line and writes one JSON row for each as it finishes; a prompt that cannot be
+read or served gets a row that says why. Exit status: 0, or 1 if any row carries an error, or 2 if
+the run could not be begun or went wrong.
+"""
+# What a shell reports of a program that was ended by SIGINT, or by SIGPIPE.
+_INTERRUPTED, _BROKEN_PIPE = 130, 141
+
+
 def generate() -> None:
     """Entry point of the console script."""
-    app.run(main)
+    # --help shows the main module's docstring and key flags, and the main module is a stub.
+    sys.modules["__main__"].__doc__ = _USAGE
+    for flag in flags.FLAGS.get_flags_for_module(__name__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    app.run(main, flags_parser=_parse_flags)
 
 
 def main(argv: list[str]) -> int | None:
-    """Serves every line of the input; returns 1 if a row carries an error."""
-    logging.getLogger("jax").setLevel(logging.WARNING)  # Absl's handler shows all of it.
+    """Serves every line of the input; returns the exit status."""
+    _set_up_logging()
     if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}; use --input=FILE")
+        return _refuse(f"unexpected arguments {argv[1:]}; use --input=FILE")
     try:
-        defaults = SamplingParams(
-            n=N.value,
-            temperature=TEMPERATURE.value,
-            top_p=TOP_P.value,
-            top_k=TOP_K.value,
-            min_p=MIN_P.value,
-            max_tokens=MAX_TOKENS.value,
-            min_tokens=MIN_TOKENS.value,
-            seed=SEED.value,
-            stop=STOP.value,
-            ignore_eos=IGNORE_EOS.value,
-            logprobs=LOGPROBS.value,
-        )
+        defaults = _sampling_params()
         options = _engine_options()
-        source = _open(INPUT.value, sys.stdin, "r")
-    except (ValueError, OSError) as error:
-        raise app.UsageError(str(error)) from None
+        lines = _open_input(INPUT.value)
+        sink = _open_output(OUTPUT.value, lines)
+        llm = LLM(demo_model_path() if MODEL.value == "demo" else MODEL.value, **options)
+    except (ValueError, OSError, RuntimeError, ImportError) as error:
+        return _refuse(str(error))
+    except KeyboardInterrupt:
+        return _refuse("interrupted before the first row", status=_INTERRUPTED)
     is_json = FORMAT.value == "jsonl" or (FORMAT.value == "auto" and _named_json(INPUT.value))
-    with source as lines:
-        try:
-            model = demo_model_path() if MODEL.value == "demo" else MODEL.value
-            llm = LLM(model, **options)
-        except (ValueError, OSError, RuntimeError) as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            return 2
-        with _open(OUTPUT.value, sys.stdout, "w") as sink, Bar() as bar:
-            started = time.perf_counter()
+    started = time.perf_counter()
+    try:
+        with sink, Bar() as bar:
+            if OUTPUT.value != "-" and _is_regular(sink):
+                sink.truncate(0)
+            if lines.isatty():
+                print("Type prompts, one a line; Ctrl-D ends.", file=sys.stderr)
             num_rows, num_errors = serve_lines(
                 llm,
                 read_lines(lines, defaults, is_json=is_json, field=FIELD.value),
@@ -111,9 +119,14 @@ def main(argv: list[str]) -> int | None:
                 chat=CHAT.value,
                 on_output=bar.update,
             )
-            seconds = time.perf_counter() - started
+    except BrokenPipeError:  # `| head`: nobody wants the rest.
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:
+        return _refuse("interrupted; the rows written so far are whole", status=_INTERRUPTED)
+    except OSError as error:
+        return _refuse(str(error))
     if REPORT.value:
-        print(report(llm, seconds), file=sys.stderr)
+        print(report(llm, time.perf_counter() - started), file=sys.stderr)
     if num_errors:
         print(f"{num_errors} of {num_rows} rows carry an error", file=sys.stderr)
     return 1 if num_errors else None
@@ -141,6 +154,43 @@ class Bar:
         self._bar.close()
 
 
+def _parse_flags(argv: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(_refuse(f"{error} (--help lists the flags)"))
+
+
+def _refuse(message: str, *, status: int = 2) -> int:
+    """Says in one line why the run ends."""
+    text = " ".join(message.split())
+    print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
+    return status
+
+
+def _set_up_logging() -> None:
+    """The library's form of lines; absl's own handler has taken the place of the library's."""
+    logging.getLogger("jax").setLevel(logging.WARNING)  # Absl's handler shows all of it.
+    form = logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s")
+    absl.logging.get_absl_handler().setFormatter(form)
+
+
+def _sampling_params() -> SamplingParams:
+    return SamplingParams(
+        n=N.value,
+        temperature=TEMPERATURE.value,
+        top_p=TOP_P.value,
+        top_k=TOP_K.value,
+        min_p=MIN_P.value,
+        max_tokens=MAX_TOKENS.value,
+        min_tokens=MIN_TOKENS.value,
+        seed=SEED.value,
+        stop=STOP.value,
+        ignore_eos=IGNORE_EOS.value,
+        logprobs=LOGPROBS.value,
+    )
+
+
 def _engine_options() -> dict[str, Any]:
     options = {
         "dtype": DTYPE.value,
@@ -159,22 +209,42 @@ def _named_json(name: str) -> bool:
     return name.endswith((".jsonl", ".json", ".ndjson"))
 
 
-@contextlib.contextmanager
-def _opened(file: IO[str], *, close: bool) -> Iterator[IO[str]]:
-    try:
-        yield file
-    finally:
-        if close:
-            file.close()
+def _open_input(name: str) -> IO[str]:
+    """A byte that is no UTF-8 spoils its own line, not the run: the tokenizer refuses it by name.
+
+    Nobody closes the file: a thread may be reading it to the end, and closing would wait for that.
+    """
+    # Standard input is opened anew, since the locks of sys.stdin would hold up the program's end.
+    file = 0 if name == "-" else name
+    return open(file, encoding="utf-8-sig", errors="surrogateescape", closefd=file != 0)
 
 
-def _open(name: str, standard: IO[str], mode: str) -> contextlib.AbstractContextManager[IO[str]]:
-    if name == "-":
-        return _opened(standard, close=False)
-    # A byte that is no UTF-8 spoils its own line, not the run: the tokenizer refuses it by name.
-    return _opened(open(name, mode, encoding="utf-8", errors="surrogateescape"), close=True)
+def _open_output(name: str, source: IO[str]) -> IO[str]:
+    """Opens without truncating: an old file stays whole if the model turns out to be missing.
+
+    Raises:
+      ValueError: it is the input's file.
+      OSError: it cannot be written.
+    """
+    file = 1 if name == "-" else name
+    sink = open(file, "w" if file == 1 else "a", encoding="utf-8", closefd=file != 1)
+    # Terminals, pipes and /dev/null may well be both.
+    if _is_regular(sink) and os.path.sameopenfile(source.fileno(), sink.fileno()):
+        sink.close()
+        raise ValueError(f"--output={name} is the file of --input; give another")
+    return sink
+
+
+def _is_regular(file: IO[str]) -> bool:
+    return stat.S_ISREG(os.fstat(file.fileno()).st_mode)
 
 
 def _write(sink: IO[str], row: dict[str, Any]) -> None:
-    sink.write(json.dumps(row, ensure_ascii=False) + "\n")
+    line = json.dumps(row, ensure_ascii=False)
+    if not line.isascii():
+        try:
+            line.encode()
+        except UnicodeEncodeError:  # Half of a surrogate pair can only be written as an escape.
+            line = json.dumps(row)
+    sink.write(line + "\n")
     sink.flush()

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from paged_jax.batch import Buckets, StepBatch, StepShape, empty_batch, empty_sampling
-from paged_jax.demo_model import cache_folder
+from paged_jax.batch import Buckets, StepBatch, StepShape, empty_batch, make_sampling
 from paged_jax.kv_pool import KVPool
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
+from paged_jax.paths import cache_folder
 from paged_jax.sampling import SamplerOutput, SamplingBatch
 from paged_jax.step import sample_step
 
@@ -90,19 +90,18 @@ class StepRunner:
         self.pool, output = program(self.params, pool=self.pool, batch=batch, sampling=sampling)
         return output
 
-    def warm_up(self) -> float:
-        """Compiles every shape, a few at a time; returns the seconds it took."""
+    def warm_up(self) -> None:
+        """Compiles every shape, a few at a time, or reads it from the cache on disk."""
         start = time.perf_counter()
         shapes = self.buckets.shapes()
         # XLA leaves cores idle while it compiles one program.
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
             done = threads.map(self._compile, shapes)
-            bar = tqdm(done, desc="Compiling step shapes", total=len(shapes), leave=False)
+            bar = tqdm(done, desc="Preparing step shapes", total=len(shapes), leave=False)
             for _ in bar:
                 pass
         seconds = time.perf_counter() - start
-        logger.info("Warm-up: %d step shapes compiled in %.1f s", len(shapes), seconds)
-        return seconds
+        logger.info("Warm-up: %d step shapes ready in %.1f s", len(shapes), seconds)
 
     def renew_pool(self) -> bool:
         """Makes a new pool if a step failed with the old one in its hands; True if it did."""
@@ -135,7 +134,7 @@ def lower_step(
         params,
         pool=pool,
         batch=empty_batch(shape.num_tokens, shape.num_seqs, buckets.table_width),
-        sampling=empty_sampling(shape.num_seqs),
+        sampling=make_sampling([], [], [], num_seqs=shape.num_seqs),
         config=config,
         decode_only=shape.decode_only,
         attention_implementation=implementation,

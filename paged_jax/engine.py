@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from typing import Any
 
-from paged_jax.batch import Buckets, build_step
+from paged_jax.batch import build_step
 from paged_jax.compile import StepRunner, to_host
 from paged_jax.config import SchedulerConfig
+from paged_jax.interrupts import uninterrupted
 from paged_jax.log import logger
 from paged_jax.metrics import Metrics, StepTimes
 from paged_jax.outputs import RequestOutput
@@ -17,8 +18,10 @@ from paged_jax.request import Request
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplerOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduler import ScheduledStep, Scheduler
-from paged_jax.sequence import Sequence, SequenceGroup
+from paged_jax.sequence import SequenceGroup, SequenceState
 from paged_jax.tokenizer import Tokenizer
+
+_NOT_FINITE = "the model's logits are no numbers (NaN or inf), or min_tokens masks every token"
 
 
 class Engine:
@@ -27,7 +30,6 @@ class Engine:
     Args:
       runner: the compiled steps and the KV pool.
       config: the scheduler's limits; its num_blocks is the pool's.
-      buckets: the runner's shapes.
       vocab_size: token ids must lie below it.
       eos_token_ids: tokens that end an output.
       tokenizer: makes text of tokens; None leaves text empty.
@@ -38,7 +40,6 @@ class Engine:
         self,
         runner: StepRunner,
         config: SchedulerConfig,
-        buckets: Buckets,
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...] = (),
@@ -48,7 +49,6 @@ class Engine:
     ):
         self.runner = runner
         self.config = config
-        self.buckets = buckets
         self.scheduler = Scheduler(config)
         self.metrics = Metrics()
         self.tokenizer = tokenizer
@@ -57,21 +57,23 @@ class Engine:
         self.seed = seed
         self.log_stats = log_stats
         self._groups: dict[str, SequenceGroup] = {}
-        self._sequences: dict[str, tuple[SequenceGroup, Sequence]] = {}
+        # Outputs of a step that was interrupted when it was through; the next step gives them.
+        self._undelivered: list[RequestOutput] = []
+        self._sequences: dict[str, tuple[SequenceGroup, SequenceState]] = {}
         self._num_seeds_drawn = 0
         self._last_log = (time.monotonic(), 0)
 
     def has_unfinished(self) -> bool:
-        return bool(self._groups)
+        """Whether `step` has something to do or to give."""
+        return bool(self._groups or self._undelivered)
 
-    def num_unfinished(self) -> int:
-        """Requests that wait or run; `n` samples of one prompt count once."""
-        return len(self._groups)
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._groups
 
     def add_request(
         self,
         request_id: str,
-        prompt_token_ids: SequenceOf[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         *,
         prompt: str | None = None,
@@ -97,7 +99,7 @@ class Engine:
                 f"request_id={request_id!r} is in use; give each unfinished request its own"
             )
         token_ids = self._checked_prompt(prompt_token_ids)
-        self._check_params(params)
+        self._check_params(params, len(token_ids))
         group = SequenceGroup(request_id, prompt, token_ids, params, [], stream)
         for i in range(params.n):
             child = params.child(i)
@@ -110,12 +112,13 @@ class Engine:
                 seed=self._draw_seed() if child.seed is None else child.seed,
                 cache_salt=cache_salt,
             )
-            self.scheduler.add(request)
-            sequence = Sequence(i, request, self.tokenizer)
-            group.sequences.append(sequence)
-            self._sequences[request.request_id] = (group, sequence)
-        self._groups[request_id] = group
-        self.metrics.prompt_tokens += len(token_ids)
+            group.sequences.append(SequenceState(i, request, self.tokenizer))
+        with uninterrupted():
+            for sequence in group.sequences:
+                self.scheduler.add(sequence.request)
+                self._sequences[sequence.request.request_id] = (group, sequence)
+            self._groups[request_id] = group
+            self.metrics.prompt_tokens += len(token_ids)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees its blocks at once.
@@ -123,12 +126,15 @@ class Engine:
         Returns:
           Its output so far, with finish reason "abort"; None if no such request is unfinished.
         """
+        late = [output for output in self._undelivered if output.request_id == request_id]
+        self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
         group = self._groups.get(request_id)
         if group is None:
-            return None
-        for sequence in group.sequences:
-            self.scheduler.abort(sequence.request.request_id)
-        return self._close(group)
+            return late[-1] if late else None
+        with uninterrupted():
+            for sequence in group.sequences:
+                self.scheduler.abort(sequence.request.request_id)
+            return self._close(group)
 
     def step(self) -> list[RequestOutput]:
         """Runs one step.
@@ -136,27 +142,18 @@ class Engine:
         Returns:
           The outputs of requests that ended, and of those streamed ones that got a token.
 
-        If the step fails (or is interrupted), every running request goes back to the queue, to be
-        computed anew, and the error is raised; tokens already given are kept.
+        If the step fails, every live request goes back to the queue, to be computed anew, and the
+        error is raised; tokens already given are kept, and the same ones are sampled again where
+        some were not given yet. A first Ctrl-C waits for the step's end (see `interrupts`); what
+        the step has made is then given by the next one.
         """
-        started = time.perf_counter()
-        try:
-            step = self.scheduler.schedule()
-            if not step.chunks:
-                if self.scheduler.has_unfinished():
-                    raise RuntimeError(f"the scheduler is stuck: {self.scheduler}")
-                return []
-            shape, batch, sampling = build_step(
-                step, self.buckets, block_size=self.config.block_size
-            )
-            dispatched = time.perf_counter()
-            sampled = to_host(self.runner.run(shape, batch, sampling))
-        except BaseException:
-            self._recover()
-            raise
-        received = time.perf_counter()
-        outputs = self._process(step, sampled)
-        self._count(step, started, dispatched, received)
+        with uninterrupted():
+            try:
+                self._undelivered += self._run_step()
+            except BaseException:
+                self._recover()
+                raise
+        outputs, self._undelivered = self._undelivered, []
         return outputs
 
     def reset_prefix_cache(self) -> bool:
@@ -164,7 +161,16 @@ class Engine:
         return self.scheduler.reset_prefix_cache()
 
     def get_metrics(self) -> dict[str, Any]:
-        """The engine's counters, under their Prometheus names."""
+        """The engine's counters since it was made, under their Prometheus names.
+
+        Counts: num_requests_running and _waiting (now; each of `n` outputs is one),
+        num_preemptions, prompt_tokens (a prompt once, whatever its `n`), generation_tokens,
+        request_success (by finish reason, each of `n` outputs). In tokens: prefix_cache_queries and
+        prefix_cache_hits (each of `n` outputs asks; preempted requests do not). From 0 to 1:
+        kv_cache_usage_perc and kv_cache_peak_usage_perc. Latencies in seconds, as count, sum, mean
+        and p95 (the upper bound of the histogram's bucket that it falls in):
+        time_to_first_token_seconds, inter_token_latency_seconds, e2e_request_latency_seconds.
+        """
         metrics, scheduler = self.metrics, self.scheduler
         blocks = scheduler.blocks
         return {
@@ -183,7 +189,7 @@ class Engine:
             "e2e_request_latency_seconds": metrics.e2e_request_latency.as_dict(),
         }
 
-    def _checked_prompt(self, prompt_token_ids: SequenceOf[int]) -> list[int]:
+    def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
         token_ids = [int(token_id) for token_id in prompt_token_ids]
         self.scheduler.check_length(len(token_ids))
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
@@ -194,14 +200,36 @@ class Engine:
             )
         return token_ids
 
-    def _check_params(self, params: SamplingParams) -> None:
+    def _run_step(self) -> list[RequestOutput]:
+        started = time.perf_counter()
+        step = self.scheduler.schedule()
+        if not step.chunks:
+            if self.scheduler.has_unfinished():
+                raise RuntimeError(f"the scheduler is stuck: {self.scheduler}")
+            return []
+        block_size = self.config.block_size
+        shape, batch, sampling = build_step(step, self.runner.buckets, block_size=block_size)
+        dispatched = time.perf_counter()
+        sampled = to_host(self.runner.run(shape, batch, sampling))
+        received = time.perf_counter()
+        outputs = self._process(step, sampled)
+        self._count(step, started, dispatched, received)
+        return outputs
+
+    def _check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         for token_id in params.stop_token_ids:
             if token_id >= self.vocab_size:
                 raise ValueError(
                     f"stop_token_ids holds {token_id}, and the model's vocabulary has "
                     f"{self.vocab_size} tokens; leave it out"
                 )
-        num_masked = len(params.stop_token_ids) + len(self.eos_token_ids)
+        room = self.config.max_model_len - num_prompt_tokens
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} does not fit: the prompt has {num_prompt_tokens} "
+                f"tokens and max_model_len={self.config.max_model_len} leaves room for {room}"
+            )
+        num_masked = len({*params.stop_token_ids, *self.eos_token_ids})
         if params.min_tokens and num_masked > MAX_MASKED_TOKENS:
             raise ValueError(
                 f"min_tokens={params.min_tokens} masks {num_masked} EOS and stop tokens, and "
@@ -224,7 +252,7 @@ class Engine:
         for row, chunk in enumerate(step.chunks):
             rows[chunk.request.request_id] = row
             if chunk.samples and not sampled.is_finite[row]:
-                self._fail(chunk.request, "the model gave logits that are no numbers (NaN)")
+                self._fail(chunk.request, _NOT_FINITE)
         touched: dict[str, SequenceGroup] = {}
         for chunk in step.chunks:  # Those that failed above are in no result of the scheduler's.
             if chunk.request.finish_reason == "error":
@@ -272,9 +300,18 @@ class Engine:
         return group.output()
 
     def _recover(self) -> None:
-        """After a failed step: no block is trusted, and no request is lost."""
-        self.scheduler.preempt_all()
-        self.scheduler.reset_prefix_cache()
+        """After a fault: no block and no queue is trusted, and no request is lost."""
+        self._sequences.clear()
+        unfinished = []
+        for group in list(self._groups.values()):
+            for sequence in group.sequences:
+                self._sequences[sequence.request.request_id] = (group, sequence)
+                if not sequence.is_done():
+                    sequence.rewind()
+                    unfinished.append(sequence.request)
+            if group.finished:  # It ended in the very step that failed.
+                self._undelivered.append(self._close(group))
+        self.scheduler.restart(unfinished)
         if self.runner.renew_pool():
             logger.warning("A step failed with the KV pool in its hands; made a new one")
 
@@ -298,14 +335,14 @@ class Engine:
         if seconds < 10:
             return
         tokens = self.metrics.generation_tokens
-        pool = self.scheduler.blocks
-        hit_rate = pool.stats.num_hit_tokens / max(pool.stats.num_query_tokens, 1)
+        blocks = self.scheduler.blocks
+        hit_rate = blocks.stats.num_hit_tokens / max(blocks.stats.num_query_tokens, 1)
         logger.info(
             "%.1f output tokens/s, running %d, waiting %d, KV cache %.1f%%, prefix hits %.1f%%",
             (tokens - tokens_then) / seconds,
             len(self.scheduler.running),
             len(self.scheduler.waiting),
-            100 * pool.pool.usage,
+            100 * blocks.pool.usage,
             100 * hit_rate,
         )
         self._last_log = (time.monotonic(), tokens)

@@ -1,4 +1,4 @@
-"""The KV pool as a pytree: its layout, its size in bytes, and how many blocks fit a device.
+"""The KV pool as a pytree: its layout, and its size in bytes.
 
 This is the only place besides the kernels that knows the layout:
 
@@ -51,11 +51,27 @@ class KVPool:
         block_size: int = 16,
         dtype: DTypeLike = jnp.float32,
     ) -> KVPool:
-        """A pool of zeros. Its blocks are handed out by `BlockManager`, block 0 never.
+        """A pool of zeros. Its blocks are handed out by a `BlockPool`, block 0 never.
+
+        Args:
+          model: gives the number of layers and KV heads, and the head size.
+          num_blocks: blocks of the pool, the null block included.
+          block_size: tokens a block.
+          dtype: float32 or bfloat16, the model's: `LoadedModel.dtype`.
+
+        Raises:
+          ValueError: num_blocks, block_size or dtype is none of these.
 
         On CPU a bfloat16 pool keeps its numbers as raw bits (uint16), because XLA of jax 0.10
         would copy the whole pool at every write of bfloat16; the kernels read either.
         """
+        if num_blocks < 2 or block_size < 1:
+            raise ValueError(
+                f"num_blocks={num_blocks}, block_size={block_size}: a pool needs the null block "
+                "and one more, of at least one token"
+            )
+        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.uint16):
+            raise ValueError(f"dtype={jnp.dtype(dtype)}: it must be float32 or bfloat16")
         shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
         if jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu":
             dtype = jnp.uint16

@@ -54,18 +54,6 @@ class StepTimes:
     device_seconds: float = 0.0
     process_seconds: float = 0.0
 
-    @property
-    def host_seconds(self) -> float:
-        return self.schedule_seconds + self.process_seconds
-
-    @property
-    def seconds(self) -> float:
-        return self.host_seconds + self.device_seconds
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds if self.seconds else 0.0
-
 
 class Metrics:
     """What the engine counts as it goes.

@@ -61,7 +61,7 @@ class RequestOutput:
     """A request and its outputs, so far.
 
     Attributes:
-      request_id: the engine's name for it.
+      request_id: the engine's name for it, unique over the engine's life.
       prompt: the prompt's text, None if it was given as token ids.
       prompt_token_ids: the prompt's tokens; empty if it could not be read.
       prompt_logprobs: None; asking for them is refused so far.
@@ -70,6 +70,7 @@ class RequestOutput:
       metrics: times and counts of the request.
       num_cached_tokens: prompt tokens that the prefix cache gave.
       error: why the request could not be served, None if it could.
+      prompt_index: the prompt's place in its call of `generate`, `chat` or `stream`.
     """
 
     request_id: str
@@ -81,9 +82,12 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_index: int = 0
 
     @classmethod
-    def refused(cls, request_id: str, error: str, *, prompt: str | None = None) -> RequestOutput:
+    def refused(
+        cls, request_id: str, prompt_index: int, error: str, *, prompt: str | None = None
+    ) -> RequestOutput:
         """The output of a request that was never admitted."""
         output = CompletionOutput(index=0, text="", token_ids=[], finish_reason="error")
         return cls(
@@ -93,4 +97,5 @@ class RequestOutput:
             outputs=[output],
             finished=True,
             error=error,
+            prompt_index=prompt_index,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -22,12 +23,12 @@ class ParsedPrompt:
     cache_salt: str | None = None
 
 
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     """A list of prompts, of one prompt or of a list: text, token ids, or a dict."""
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)) or not hasattr(prompts, "__iter__"):
         return [prompts]
     as_list: list[Any] = list(prompts)
-    if as_list and all(isinstance(p, int) and not isinstance(p, bool) for p in as_list):
+    if as_list and all(_is_integer(item) for item in as_list):
         return [as_list]
     return as_list
 
@@ -46,7 +47,7 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
     if isinstance(prompt, str):
         return ParsedPrompt(token_ids=_encode(prompt, tokenizer), text=prompt)
     if isinstance(prompt, Mapping):
-        unknown = sorted(set(prompt) - set(_FIELDS))
+        unknown = [field for field in prompt if field not in _FIELDS]
         if unknown:
             raise ValueError(f"prompt has fields {unknown}; it may have {list(_FIELDS)}")
         text, ids, salt = (prompt.get(field) for field in _FIELDS)
@@ -61,13 +62,15 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
     return ParsedPrompt(token_ids=_checked_ids(prompt))
 
 
-def render_prompt(messages: Any, tokenizer: Tokenizer | None, **options: Any) -> ParsedPrompt:
+def render_prompt(
+    messages: Any, tokenizer: Tokenizer | None, options: Mapping[str, Any] | None = None
+) -> ParsedPrompt:
     """Brings a conversation to tokens through the chat template.
 
     Args:
       messages: a list of {"role": ..., "content": ...}.
       tokenizer: it holds the template.
-      **options: see `Tokenizer.apply_chat_template`.
+      options: arguments of `Tokenizer.apply_chat_template`.
 
     Raises:
       ValueError: there is no tokenizer or template, the template is broken, or it refuses the
@@ -75,7 +78,7 @@ def render_prompt(messages: Any, tokenizer: Tokenizer | None, **options: Any) ->
     """
     if tokenizer is None:
         raise ValueError("chat needs a tokenizer, and the engine has none (skip_tokenizer_init)")
-    text = tokenizer.apply_chat_template(messages, **options)
+    text = tokenizer.apply_chat_template(messages, **(options or {}))
     # The template writes the special tokens itself; a second BOS would be one too many.
     return ParsedPrompt(token_ids=tokenizer.encode(text, add_special_tokens=False), text=text)
 
@@ -90,15 +93,24 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def _checked_ids(ids: Any) -> list[int]:
-    try:
-        ids = list(ids)
-    except TypeError:
+    if isinstance(ids, (str, bytes, Mapping)) or not hasattr(ids, "__iter__"):
         raise ValueError(
             f"prompt={ids!r}: it must be a string, a list of token ids, or a dict with 'prompt' or "
             "'prompt_token_ids'"
-        ) from None
+        )
+    ids = list(ids)
     for i, token_id in enumerate(ids):
-        # numpy's integers are welcome, booleans and floats are not.
-        if isinstance(token_id, bool) or not hasattr(token_id, "__index__"):
+        if not _is_integer(token_id):
             raise ValueError(f"prompt_token_ids[{i}]={token_id!r}: it must be an integer")
-    return [int(token_id) for token_id in ids]
+    return [operator.index(token_id) for token_id in ids]
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether a value is an integer, numpy's and jax's included, and no truth value."""
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True

@@ -18,7 +18,7 @@ def report(llm: LLM, seconds: float) -> str:
     config = llm.engine.config
     pool = llm.engine.runner.pool
     reasons = metrics["request_success"]
-    ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
     queries, hits = metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]
     tokens_out = metrics["generation_tokens"]
     peak = metrics["kv_cache_peak_usage_perc"]

@@ -73,7 +73,7 @@ class Request:
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.eos_token_ids = eos_token_ids
-        self.stop_ids = frozenset(params.stop_token_ids or ())
+        self.stop_ids = frozenset(params.stop_token_ids)
         self.seed = seed
         self.cache_salt = cache_salt
         room = max_model_len - self.num_prompt_tokens
@@ -111,11 +111,19 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    def forget_blocks(self, block_size: int) -> None:
+        """Lets the request wait, with its tokens and nothing computed; no block is given back."""
+        del self.block_ids[:]
+        del self.block_hashes[self.num_tokens // block_size :]
+        self.num_hashed_blocks = 0
+        self.num_computed_tokens = 0
+        self.status = RequestStatus.WAITING
+
     def tokens_to_mask(self) -> tuple[int, ...]:
         """Ids that may not be sampled next: EOS and the stop ids, until `min_tokens` are out."""
         if self.num_output_tokens >= self.params.min_tokens:
             return ()
-        return (*self.eos_token_ids, *self.stop_ids)
+        return tuple(self.stop_ids.union(self.eos_token_ids))
 
     def check_stop(self) -> bool:
         """Sets why the request ends at its newest token, if it does: EOS, stop id or length."""

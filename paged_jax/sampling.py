@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from paged_jax.bisection import bisect, lane_sums, ordered_sum
 from paged_jax.sampling_params import MAX_LOGPROBS
 
 MAX_MASKED_TOKENS = 64
@@ -34,12 +35,6 @@ _NUM_CANDIDATE_BLOCKS = 64
 _NEGLIGIBLE_NATS = 104.0
 # Below this, dividing by the temperature would overflow or meet flushed denormals.
 _MIN_TEMPERATURE = 1e-7
-# Passes between looks at which logits are left in the bracket (a look costs about two passes).
-_PASSES_PER_ROUND = 4
-# Halving by value settles ordinary logits in about 20 passes. The integer image then takes 32 at
-# most for whatever is left, such as values spread over many powers of two.
-_MAX_VALUE_PASSES = 24
-_MAX_PASSES = _MAX_VALUE_PASSES + 32 + _PASSES_PER_ROUND
 
 
 # What a field of a batch holds: jax arrays inside a step, numpy arrays on their way to it.
@@ -48,32 +43,52 @@ Array = Any
 
 @struct.dataclass
 class SamplingBatch:
-    """What each of S rows asks of the sampler. Rows of padding are greedy: all fields 0, ids -1."""
+    """What each of S rows asks of the sampler; `paged_jax.make_sampling` builds one.
 
-    temperature: Array  # float32[S], 0 is greedy
-    top_k: Array  # int32[S], 0 is off
-    top_p: Array  # float32[S], 1 is off (0 is taken as off too)
-    min_p: Array  # float32[S], 0 is off
-    seed: Array  # uint32[S, 2], low and high word of the row's seed
-    positions: Array  # int32[S], position in its sequence of the token to be drawn
-    masked_tokens: Array  # int32[S, MAX_MASKED_TOKENS], ids that may not be drawn, padded -1
-    num_logprobs: Array  # int32[S], alternatives wanted, -1 for no logprobs at all
+    Attributes:
+        temperature: float32[S], 0 is greedy.
+        top_k: int32[S], 0 is off.
+        top_p: float32[S], 1 is off.
+        min_p: float32[S], 0 is off.
+        seed: uint32[S, 2], low and high word of the row's seed.
+        positions: int32[S], position in its sequence of the token to be drawn: the length of the
+            prompt after a prefill, and one more at each step.
+        masked_tokens: int32[S, MAX_MASKED_TOKENS], ids that may not be drawn, padded with -1.
+        num_logprobs: int32[S], alternatives wanted, -1 for no logprobs at all.
+    """
+
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seed: Any
+    positions: Any
+    masked_tokens: Any
+    num_logprobs: Any
 
 
 @struct.dataclass
 class SamplerOutput:
     """One token for each of S rows. K = min(MAX_LOGPROBS, V).
 
-    The logprobs are of the raw logits: before the mask, the temperature and the filters. All five
-    fields but `token_ids` and `is_finite` are zeros when no row asked for logprobs.
+    The logprobs are of the raw logits: before the mask, the temperature and the filters. They and
+    the ranks are zeros when no row asked for logprobs.
+
+    Attributes:
+        token_ids: int32[S].
+        logprob: float32[S], of the drawn token.
+        rank: int32[S], 1 + the number of tokens with a strictly greater raw logit.
+        top_ids: int32[S, K], likeliest first, equal logits by id.
+        top_logprobs: float32[S, K].
+        is_finite: bool[S], False: nan, +inf or no finite logit; the token means nothing.
     """
 
-    token_ids: jax.Array  # int32[S]
-    logprob: jax.Array  # float32[S], of the drawn token
-    rank: jax.Array  # int32[S], 1 + the number of tokens with a strictly greater raw logit
-    top_ids: jax.Array  # int32[S, K], likeliest first, equal logits by id
-    top_logprobs: jax.Array  # float32[S, K]
-    is_finite: jax.Array  # bool[S], False: nan, +inf or no finite logit; the token means nothing
+    token_ids: Any
+    logprob: Any
+    rank: Any
+    top_ids: Any
+    top_logprobs: Any
+    is_finite: Any
 
 
 def sample(logits: jax.Array, batch: SamplingBatch) -> SamplerOutput:
@@ -95,6 +110,8 @@ def sample(logits: jax.Array, batch: SamplingBatch) -> SamplerOutput:
     Raises:
         ValueError: `logits` is not float32[S, V] with the batch's S.
     """
+    logits = jnp.asarray(logits)
+    batch = jax.tree.map(jnp.asarray, batch)
     num_rows = batch.temperature.shape[0]
     if logits.ndim != 2 or logits.shape[0] != num_rows or logits.dtype != jnp.float32:
         raise ValueError(
@@ -222,13 +239,13 @@ def _threshold(logits, row_max, floor, temperature, batch):
     def search(candidates, is_wanted):
         def top_k(lower):
             upper = jnp.where(is_wanted & needs_top_k, row_max, lower)
-            return _bisect(candidates, None, batch.top_k, lower, upper)
+            return bisect(candidates, None, batch.top_k, lower, upper)
 
         def top_p(lower):
             upper = jnp.where(is_wanted & needs_top_p, row_max, lower)
-            total = _ordered_sum(_weights(blocks, row_max, temperature, lower))
+            total = ordered_sum(_weights(blocks, row_max, temperature, lower))
             weights = _weights(candidates, row_max, temperature, lower)
-            return _bisect(candidates, weights, batch.top_p * total, lower, upper)
+            return bisect(candidates, weights, batch.top_p * total, lower, upper)
 
         lower = lax.cond(jnp.any(needs_top_k), top_k, lambda lower: lower, floor)
         threshold = lax.cond(jnp.any(needs_top_p), top_p, lambda lower: lower, lower)
@@ -246,80 +263,6 @@ def _threshold(logits, row_max, floor, temperature, batch):
         lambda: jnp.where(is_unsettled, search(blocks, is_unsettled)[0], threshold),
         lambda: threshold,
     )
-
-
-def _bisect(values, weights, target, lower, upper):
-    """float32[S]: the greatest v in [lower, upper] such that what reaches v weighs `target`.
-
-    Let F(v) be the sum of the weights (or the count, when weights is None) where values >= v. F
-    falls as v rises. The answer is the greatest v with F(v) >= target, or the least of the values
-    from `lower` up if there is none. Rows with lower >= upper are left at `lower`.
-
-    Each pass halves the bracket and costs one reduction over values[S, blocks, _BLOCK_SIZE]; after
-    each round the bracket is drawn in to the values inside it, and a row ends when one is left. F
-    is summed in the same order in all passes, so that it is monotone in float32 as well.
-    """
-
-    def reach(v):
-        reached = values >= v[:, None, None]
-        if weights is None:
-            return jnp.sum(reached, axis=(1, 2), dtype=jnp.int32)
-        return _ordered_sum(jnp.where(reached, weights, 0.0))
-
-    def is_open(state):
-        num_passes, low, _, high, sum_low = state
-        is_row_open = low < high
-        if weights is None:  # exactly `target` values reach low: no need to know the least of them
-            is_row_open &= sum_low != target
-        return jnp.any(is_row_open) & (num_passes < _MAX_PASSES)
-
-    def one_pass(_, state):
-        num_passes, low, beyond, high, sum_low = state
-        middle = _midpoint(low, high, by_value=num_passes < _MAX_VALUE_PASSES)
-        sum_middle = reach(middle)
-        # A row that has ended, and waits for others, may have high <= low: it stays at low.
-        enough = (sum_middle >= target) & (middle > low)
-        low = jnp.where(enough, middle, low)
-        sum_low = jnp.where(enough, sum_middle, sum_low)
-        high = jnp.where(enough, high, middle)
-        beyond = jnp.where(enough, beyond, middle)
-        return num_passes + 1, low, beyond, high, sum_low
-
-    def one_round(state):
-        state = lax.fori_loop(0, _PASSES_PER_ROUND, one_pass, state)
-        num_passes, low, beyond, _, sum_low = state
-        low = _least_value_from(values, low)
-        inside = jnp.where(values < beyond[:, None, None], values, -jnp.inf)
-        return num_passes, low, beyond, jnp.max(inside, axis=(1, 2)), sum_low
-
-    # F(low) >= target and F(beyond) < target; `high` is the greatest value that may be the answer.
-    beyond = jnp.full_like(lower, jnp.inf)
-    state = (jnp.int32(0), lower, beyond, upper, jnp.full_like(target, -1))
-    _, low, _, _, _ = lax.while_loop(is_open, one_round, state)
-    return jnp.where(lower < upper, _least_value_from(values, low), lower)
-
-
-def _least_value_from(values, bound):
-    return jnp.min(jnp.where(values >= bound[:, None, None], values, jnp.inf), axis=(1, 2))
-
-
-def _midpoint(low, high, *, by_value):
-    """float32[S] in (low, high] where low < high: halfway in value, or in number of floats."""
-    by_count = _float_of_rank((_rank_of(low) >> 1) + (_rank_of(high) >> 1))
-    middle = jnp.where(by_value, low + (high - low) * 0.5, by_count)
-    # Neighbouring floats, or denormals that the machine flushes, have nothing between them.
-    return jnp.where(middle > low, middle, high)
-
-
-def _rank_of(x):
-    """int32: order-preserving image of float32. Negative floats count down as their bits go up."""
-    bits = lax.bitcast_convert_type(x, jnp.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-def _float_of_rank(rank):
-    """float32: the inverse of `_rank_of`."""
-    return lax.bitcast_convert_type(rank ^ ((rank >> 31) & 0x7FFFFFFF), jnp.float32)
 
 
 # --- blocks of the vocabulary ------------------------------------------------------------------
@@ -349,24 +292,6 @@ def _best_blocks(blocks, count):
     return jnp.take_along_axis(blocks, chosen[:, :, None], axis=1), chosen, maxima[:, count]
 
 
-def _lane_sums(blocks):
-    """[S, blocks, _BLOCK_SIZE] -> [S, _BLOCK_SIZE]: sums over the blocks, lane by lane."""
-    return jnp.sum(blocks, axis=1)
-
-
-def _ordered_sum(blocks):
-    """[S, blocks, _BLOCK_SIZE] -> [S], added up in an order that does not follow S.
-
-    A plain sum over the last axis is split in ways that depend on the batch's shape, and would move
-    the edge of top-p by a rounding error from one batch to another.
-    """
-    lanes = _lane_sums(blocks)
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    return lanes[:, 0]
-
-
 # --- the draw ----------------------------------------------------------------------------------
 
 
@@ -384,7 +309,7 @@ def _race(weights, keys):
     blocks = _in_blocks(weights, 0.0)
     num_blocks = blocks.shape[1]
     times = _exponential(keys, _BLOCK_SIZE + num_blocks)
-    lane = jnp.argmax(_lane_sums(blocks) / times[:, :_BLOCK_SIZE], axis=-1)
+    lane = jnp.argmax(lane_sums(blocks) / times[:, :_BLOCK_SIZE], axis=-1)
     in_lane = jnp.take_along_axis(blocks, lane[:, None, None], axis=2)[:, :, 0]
     block = jnp.argmax(in_lane / times[:, _BLOCK_SIZE:], axis=-1)
     return (block * _BLOCK_SIZE + lane).astype(jnp.int32)

@@ -15,6 +15,9 @@ MAX_LOGPROBS = 20
 
 MAX_SEED = 2**64 - 1
 
+MAX_OUTPUTS = 16384
+"""Most outputs of one prompt."""
+
 _NOT_YET_SUPPORTED = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -39,23 +42,47 @@ class SamplingParams:
     becomes 0, `stop` and `stop_token_ids` become tuples. Derive a changed copy with
     `dataclasses.replace`, which checks again.
 
+    Names and meanings are vLLM's, but: fields are keyword-only, `temperature` is at most 2, and the
+    fields of the last line below are refused until they are supported.
+
+    Attributes:
+        n: outputs of the prompt. Output i uses seed + i.
+        temperature: 0 to 2; 0 is greedy.
+        top_p: keep the likeliest tokens that hold this share of the probability; 1 is off.
+        top_k: keep the k likeliest tokens; 0 and -1 are off.
+        min_p: keep tokens at least this share as likely as the likeliest; 0 is off.
+        max_tokens: most output tokens; None: as many as max_model_len leaves room for.
+        min_tokens: EOS and stop_token_ids cannot be sampled before this many output tokens, and no
+            stop string is looked for in them.
+        seed: 0 to 2**64 - 1. None: the engine draws one from its own seed.
+        stop: one or more strings that end the output; the text is cut before the match.
+        stop_token_ids: tokens that end the output, besides the model's EOS.
+        ignore_eos: go on after EOS.
+        include_stop_str_in_output: keep the stop string, or the stop token's text, in the text.
+        logprobs: how many of the likeliest tokens to report at each position, 0 (the sampled
+            token alone) to 20; None for none.
+        detokenize: make text; without it `text` stays "".
+        skip_special_tokens: leave special tokens out of the text.
+        presence_penalty, frequency_penalty, repetition_penalty, prompt_logprobs, logit_bias,
+            bad_words, allowed_token_ids, spaces_between_special_tokens: not supported yet.
+
     Raises:
         ValueError: a value has the wrong type, is out of range or contradicts another. The message
             names the field, the value and what would be right.
         NotYetSupported: a field that is planned but not built is set to other than its default.
     """
 
-    n: int = 1  # outputs per prompt
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0  # keep the likeliest tokens that hold this share of the mass; 1 is off
-    top_k: int = 0  # keep the k likeliest tokens; 0 and -1 are off
-    min_p: float = 0.0  # keep tokens at least this fraction as likely as the likeliest; 0 is off
-    max_tokens: int | None = 16  # None: as many as the model's length leaves room for
-    min_tokens: int = 0  # end-of-sequence and stop_token_ids cannot be sampled before this many
-    seed: int | None = None  # None: the engine chooses
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    seed: int | None = None
 
-    stop: str | Sequence[str] = ()  # always a tuple of str once built; None is ()
-    stop_token_ids: Sequence[int] = ()  # always a tuple of int once built; None is ()
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
 
@@ -63,7 +90,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
 
-    logprobs: int | None = None  # alternatives to report per token; 0: only the sampled one
+    logprobs: int | None = None
     prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
@@ -74,7 +101,7 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        self._normalise("n", _integer(1))
+        self._normalise("n", _integer(1, MAX_OUTPUTS))
         self._normalise("temperature", _number(0.0, 2.0))
         self._normalise("top_p", _number(0.0, 1.0, low_open=True))
         self._normalise("top_k", _integer(-1))
@@ -126,7 +153,8 @@ class SamplingParams:
     def _refuse_unsupported(self) -> None:
         for name, default in _NOT_YET_SUPPORTED.items():
             value = getattr(self, name)
-            if value != default:
+            # An empty list or dict asks for nothing.
+            if len(value) > 0 if hasattr(value, "__len__") else value != default:
                 raise NotYetSupported(
                     f"{name}={value!r} is not supported yet; leave it at {default!r}"
                 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paged_jax.block_manager import BlockManager
 from paged_jax.config import SchedulerConfig
@@ -53,11 +53,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
-        self.blocks = BlockManager(
-            config.num_blocks,
-            config.block_size,
-            enable_prefix_caching=config.enable_prefix_caching,
-        )
+        self.blocks = self._make_blocks()
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.requests: dict[str, Request] = {}
@@ -78,8 +74,7 @@ class Scheduler:
         """Puts a request at the back of the queue.
 
         Raises:
-          ValueError: its id is taken, its prompt is empty or leaves no room for one output token,
-            or it could never fit the pool.
+          ValueError: its id is taken, or its prompt is empty or leaves no room for an output token.
         """
         if request.request_id in self.requests:
             raise ValueError(
@@ -176,10 +171,25 @@ class Scheduler:
             self.finish(request, "abort")
         return request
 
-    def preempt_all(self) -> None:
-        """Puts every running request back to the queue: what the pool held for them is lost."""
-        while self.running:
-            self._preempt(self.running[-1])
+    def restart(self, requests: Iterable[Request]) -> None:
+        """Forgets every block and queue, and lets these requests wait in order of arrival.
+
+        For after a fault: whatever state it left behind, what these requests hold as tokens is all
+        that is taken over, and is computed anew. Counters go on.
+        """
+        old = self.blocks
+        self.blocks = self._make_blocks()
+        self.blocks.stats, self.blocks.peak_used_blocks = old.stats, old.peak_used_blocks
+        self.running.clear()
+        self.waiting.clear()
+        self.requests.clear()
+        for request in sorted(requests, key=lambda request: request.arrival_index):
+            if request.status is not RequestStatus.WAITING:
+                request.num_preemptions += 1
+                self.num_preemptions += 1
+            request.forget_blocks(self.config.block_size)
+            self.requests[request.request_id] = request
+            self.waiting.append(request)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, with nothing changed, while any block is in use."""
@@ -190,6 +200,13 @@ class Scheduler:
         self.blocks.check_integrity(self.running)
         assert not any(request.block_ids for request in self.waiting), "a waiting one holds blocks"
         assert len(self.requests) == len(self.running) + len(self.waiting), "a request is astray"
+
+    def _make_blocks(self) -> BlockManager:
+        return BlockManager(
+            self.config.num_blocks,
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+        )
 
     def _chunk(self, request: Request, num_tokens: int) -> ScheduledChunk:
         chunk = ScheduledChunk(request, request.num_computed_tokens, num_tokens)

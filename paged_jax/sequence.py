@@ -12,7 +12,7 @@ from paged_jax.sampling_params import SamplingParams
 from paged_jax.tokenizer import Tokenizer
 
 
-class Sequence:
+class SequenceState:
     """One output in the making: a request, and what its tokens say."""
 
     def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None):
@@ -20,6 +20,8 @@ class Sequence:
         self.request = request
         self.tokenizer = tokenizer
         self.error: str | None = None
+        # How many of the request's output tokens have been taken in here.
+        self.num_tokens = 0
         params = request.params
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
@@ -43,6 +45,7 @@ class Sequence:
         """
         if self.logprobs is not None:
             self._append_logprobs(token_id, sampled, row)
+        self.num_tokens += 1
         if self.detokenizer is None:
             return None
         # EOS and stop ids end the sequence; their own text is wanted only on request.
@@ -50,12 +53,26 @@ class Sequence:
         silent = request.finish_reason == "stop" and not request.params.include_stop_str_in_output
         return self.detokenizer.append(token_id, is_stop_token=silent)
 
+    def is_done(self) -> bool:
+        """Whether the request has ended and all of its tokens were taken in."""
+        request = self.request
+        return request.finish_reason is not None and self.num_tokens >= request.num_output_tokens
+
+    def rewind(self) -> None:
+        """Takes back the tokens that were not taken in here; they will be sampled again, alike."""
+        request = self.request
+        del request.token_ids[request.num_prompt_tokens + self.num_tokens :]
+        request.finish_reason = request.stop_reason = None
+
     def output(self) -> CompletionOutput:
         request = self.request
         text = ""
         if self.detokenizer is not None:
-            if request.finish_reason is not None:
-                self.detokenizer.finish()
+            if request.finish_reason is not None and self.error is None:
+                try:
+                    self.detokenizer.finish()
+                except Exception as error:  # The tail cannot be decoded; what came before can.
+                    self.error = f"{type(error).__name__}: {error}"
             text = self.detokenizer.visible_text()
         return CompletionOutput(
             index=self.index,
@@ -95,7 +112,7 @@ class SequenceGroup:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
-    sequences: list[Sequence]
+    sequences: list[SequenceState]
     stream: bool = False
 
     @property
@@ -108,12 +125,13 @@ class SequenceGroup:
         arrival = min(request.arrival_time for request in requests)
         firsts = [r.first_token_time for r in requests if r.first_token_time is not None]
         ends = [r.finish_time for r in requests if r.finish_time is not None]
+        outputs = [sequence.output() for sequence in self.sequences]
         errors = [s.error for s in self.sequences if s.error is not None]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[sequence.output() for sequence in self.sequences],
+            outputs=outputs,
             finished=finished,
             metrics=RequestMetrics(
                 time_to_first_token_seconds=min(firsts) - arrival if firsts else None,

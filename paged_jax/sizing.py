@@ -33,7 +33,9 @@ def resolve(
     """
     on_cpu = device.platform == "cpu"
     max_model_len = _max_model_len(config, model)
-    max_num_seqs = config.max_num_seqs or (32 if on_cpu else 256)
+    max_num_seqs = config.max_num_seqs or min(
+        32 if on_cpu else 256, config.max_num_batched_tokens or 256
+    )
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         512 if on_cpu else 2048, max_num_seqs
     )
@@ -57,10 +59,14 @@ def resolve(
             pool_bytes = _device_room(config, model, params, buckets, dtype, device)
         num_blocks = max(pool_bytes, 0) // bytes_a_block
         if num_blocks < 2:
+            mend = (
+                f"raise kv_cache_memory_bytes to at least {2 * bytes_a_block}"
+                if config.kv_cache_memory_bytes is not None
+                else f"free memory, or raise gpu_memory_utilization={config.gpu_memory_utilization}"
+            )
             raise ValueError(
                 f"the KV pool would have {pool_bytes} bytes, and two blocks of {config.block_size} "
-                f"tokens need {2 * bytes_a_block}; free memory, raise gpu_memory_utilization="
-                f"{config.gpu_memory_utilization} or set kv_cache_memory_bytes"
+                f"tokens need {2 * bytes_a_block}; {mend}"
             )
     resolved = SchedulerConfig(
         num_blocks=num_blocks,

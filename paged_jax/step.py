@@ -42,6 +42,7 @@ def forward(
       Rows of padding mean nothing.
     """
     model = model_module(config)
+    batch = jax.tree.map(jnp.asarray, batch)  # It may be numpy's, and stand outside the jit.
     attend = paged_attend(
         batch,
         block_size=pool.block_size,

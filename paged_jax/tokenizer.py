@@ -15,7 +15,13 @@ from typing import Any
 
 import tokenizers
 
-from paged_jax.chat import ChatTemplateError, Message, render_chat
+from paged_jax.chat import (
+    ChatTemplateError,
+    Message,
+    check_template,
+    check_template_kwargs,
+    render_chat,
+)
 from paged_jax.tokenizer_gguf import build_tokenizer
 
 # The variables that chat templates know special tokens by.
@@ -86,8 +92,8 @@ class Tokenizer:
                 f"{file} is not a tokenizer of the tokenizers library: {error}"
             ) from error
         config = _read_json(folder / "tokenizer_config.json")
-        special_tokens = _named_tokens(_read_json(folder / "special_tokens_map.json"))
-        special_tokens |= _named_tokens(config)
+        special_tokens = _named_tokens(folder / "special_tokens_map.json")
+        special_tokens |= _named_tokens(folder / "tokenizer_config.json")
         _mark_special(backend, special_tokens, source=folder)
         return cls._from_backend(
             backend, special_tokens=special_tokens, chat_templates=_read_templates(folder, config)
@@ -105,8 +111,9 @@ class Tokenizer:
         templates = {
             key.removeprefix(prefix).removeprefix(".") or "default": value
             for key, value in metadata.items()
-            if (key == prefix or key.startswith(prefix + ".")) and isinstance(value, str)
+            if key == prefix or key.startswith(prefix + ".")
         }
+        templates = _named_templates(templates, source="the GGUF file")
         special_tokens = {f"{role}_token": parts.tokens[i] for role, i in parts.special_ids.items()}
         _mark_special(parts.backend, special_tokens, source="the GGUF file")
         return cls._from_backend(
@@ -153,7 +160,9 @@ class Tokenizer:
             },
             bos_token_id=getattr(obj, "bos_token_id", None),
             eos_token_id=getattr(obj, "eos_token_id", None),
-            chat_templates=_named_templates(getattr(obj, "chat_template", None)),
+            chat_templates=_named_templates(
+                getattr(obj, "chat_template", None), source=type(obj).__name__
+            ),
         )
 
     @classmethod
@@ -224,6 +233,7 @@ class Tokenizer:
     def apply_chat_template(
         self,
         messages: Sequence[Message],
+        /,
         *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -241,6 +251,7 @@ class Tokenizer:
         Raises:
           ChatTemplateError: there is no template, or see `paged_jax.chat.render_chat`.
         """
+        check_template_kwargs(template_kwargs)
         return render_chat(
             self._choose_template(chat_template, has_tools=bool(tools)),
             messages,
@@ -252,6 +263,7 @@ class Tokenizer:
 
     def _choose_template(self, chat_template: str | None, *, has_tools: bool) -> str:
         if chat_template is not None:
+            check_template(chat_template)
             return self.chat_templates.get(chat_template, chat_template)
         if has_tools and "tool_use" in self.chat_templates:
             return self.chat_templates["tool_use"]
@@ -260,7 +272,8 @@ class Tokenizer:
             raise ChatTemplateError(
                 "this tokenizer has no default chat template; pass chat_template= with "
                 + (f"one of its own ({names}) or " if names else "")
-                + "a Jinja source, or generate from plain prompts"
+                + "a Jinja source, or complete plain prompts instead (LLM.generate; --nochat of "
+                "scripts/generate.py)"
             )
         return self.chat_template
 
@@ -311,22 +324,28 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # the latter when nested too deeply
+        raise ValueError(f"{path} is not valid JSON: {error}; fetch it again") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must hold a JSON object, not a {type(content).__name__}")
     return content
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """The special tokens of a config: each a string, or a dict with its "content"."""
+def _named_tokens(path: pathlib.Path) -> dict[str, str]:
+    """The special tokens of a JSON file: each a string, or a dict with its "content"."""
     tokens = {}
+    config = _read_json(path)
     for name in _TEMPLATE_TOKENS:
         value = config.get(name)
-        if isinstance(value, Mapping):
-            value = value.get("content")
-        if value is not None:
-            tokens[name] = value
+        if value is None:
+            continue
+        token = value.get("content") if isinstance(value, Mapping) else value
+        if not isinstance(token, str):
+            raise ValueError(
+                f"{path}: {name}={value!r:.200} must be a string, or an object whose 'content' is "
+                "one; correct it, or take it out"
+            )
+        tokens[name] = token
     return tokens
 
 
@@ -350,29 +369,37 @@ def _mark_special(backend: tokenizers.Tokenizer, named: Mapping[str, str], *, so
 
 
 def _read_templates(folder: pathlib.Path, config: Mapping[str, Any]) -> dict[str, str]:
-    templates = _named_templates(config.get("chat_template"))
-    templates |= _named_templates(_read_json(folder / "chat_template.json").get("chat_template"))
+    templates = _named_templates(
+        config.get("chat_template"), source=folder / "tokenizer_config.json"
+    )
+    json_file = folder / "chat_template.json"
+    templates |= _named_templates(_read_json(json_file).get("chat_template"), source=json_file)
     jinja_file = folder / "chat_template.jinja"
     if jinja_file.is_file():
-        templates["default"] = jinja_file.read_text(encoding="utf-8")
+        try:
+            templates["default"] = jinja_file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{jinja_file} is not UTF-8: {error}; fetch it again") from error
     return templates
 
 
-def _named_templates(value: Any) -> dict[str, str]:
+def _named_templates(value: Any, *, source: Any) -> dict[str, str]:
     """One template, a list of {"name", "template"}, or a dict of them, as a dict by name."""
     if value is None:
         return {}
     if isinstance(value, str):
         return {"default": value}
+    pairs: list[tuple[Any, Any]] = [(None, value)]
     if isinstance(value, Mapping):
-        return dict(value)
-    try:
-        return {entry["name"]: entry["template"] for entry in value}
-    except (TypeError, KeyError) as error:
+        pairs = list(value.items())
+    elif isinstance(value, list | tuple) and all(isinstance(entry, Mapping) for entry in value):
+        pairs = [(entry.get("name"), entry.get("template")) for entry in value]
+    if not all(isinstance(part, str) for pair in pairs for part in pair):
         raise ValueError(
-            "chat_template must be a string or a list of objects with 'name' and 'template', "
-            f"not {value!r:.200}"
-        ) from error
+            f"{source}: chat_template={value!r:.200} must be a string, or a list of objects whose "
+            "'name' and 'template' are strings; correct it, or take it out"
+        )
+    return dict(pairs)
 
 
 def _foreign_decode(obj: Any) -> Callable[[Sequence[int], bool], str]:

@@ -26,6 +26,8 @@ from tokenizers import (
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
+_KIND_NAMES = {str: "strings", int: "whole numbers", (int, float): "numbers"}
+
 _SPACE_MARK = "\u2581"  # SentencePiece's stand-in for a space
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -146,27 +148,27 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
     """
     model = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}
-    if model not in builders:
+    if not isinstance(model, str) or model not in builders:
         raise ValueError(
             f"tokenizer.ggml.model={model!r} is not supported; supported: "
             f"{', '.join(builders)}. Pass tokenizer= with a folder that has a tokenizer.json"
         )
     tokens = _read_tokens(metadata)
     special_ids = _read_special_ids(metadata, len(tokens), is_sentencepiece=model == "llama")
-    types = _read_column(metadata, "token_type", len(tokens)) or [1] * len(tokens)
+    types = _read_column(metadata, "token_type", int, len(tokens)) or [1] * len(tokens)
     backend, add_bos = builders[model](metadata, tokens, types, special_ids)
     _add_tokens(backend, tokens, types)
     _add_bos_and_eos(
         backend,
         special_ids,
-        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", add_bos)),
-        add_eos=bool(metadata.get("tokenizer.ggml.add_eos_token", False)),
+        add_bos=_read_switch(metadata, "add_bos_token", add_bos),
+        add_eos=_read_switch(metadata, "add_eos_token", False),
     )
     return GGUFTokenizer(backend=backend, tokens=tokens, special_ids=special_ids)
 
 
 def _read_tokens(metadata: Mapping[str, Any]) -> list[str]:
-    tokens = metadata.get("tokenizer.ggml.tokens")
+    tokens = _read_list(metadata, "tokens", str)
     if not tokens:
         raise ValueError("tokenizer.ggml.tokens is missing or empty: the file has no vocabulary")
     # The empty string cannot be a token; such places in the list only keep the ids in step.
@@ -178,9 +180,32 @@ def _read_tokens(metadata: Mapping[str, Any]) -> list[str]:
     return tokens
 
 
-def _read_column(metadata: Mapping[str, Any], name: str, num_tokens: int) -> Sequence[Any] | None:
+def _read_list(metadata: Mapping[str, Any], name: str, kind: Any) -> Sequence[Any] | None:
+    """A list with entries of one type, or None where the file has none."""
+    values = metadata.get(f"tokenizer.ggml.{name}")
+    if values is None:
+        return None
+    is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    if not is_list or not all(isinstance(value, kind) for value in values):
+        raise ValueError(
+            f"tokenizer.ggml.{name}={values!r:.200} must be a list of {_KIND_NAMES[kind]}; the "
+            "file is damaged or was converted wrongly"
+        )
+    return values
+
+
+def _read_switch(metadata: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise ValueError(f"tokenizer.ggml.{name}={value!r:.200} must be true or false")
+    return value
+
+
+def _read_column(
+    metadata: Mapping[str, Any], name: str, kind: Any, num_tokens: int
+) -> Sequence[Any] | None:
     """A list with one entry a token, or None where the file has none."""
-    column = metadata.get(f"tokenizer.ggml.{name}")
+    column = _read_list(metadata, name, kind)
     if column is not None and len(column) != num_tokens:
         raise ValueError(
             f"tokenizer.ggml.{name} has {len(column)} entries for {num_tokens} tokens; the file "
@@ -198,12 +223,17 @@ def _read_special_ids(
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token_id is None:
             continue
+        if not isinstance(token_id, int) or isinstance(token_id, bool):
+            raise ValueError(
+                f"tokenizer.ggml.{key}_token_id={token_id!r:.200} must be one whole number; the "
+                "file is damaged or was converted wrongly"
+            )
         if not 0 <= token_id < num_tokens:
             raise ValueError(
                 f"tokenizer.ggml.{key}_token_id={token_id} is outside the vocabulary of "
                 f"{num_tokens} tokens"
             )
-        ids[role] = int(token_id)
+        ids[role] = token_id
     return {role: token_id for role, token_id in ids.items() if token_id < num_tokens}
 
 
@@ -220,14 +250,14 @@ def _build_byte_level(
     """
     del types, special_ids
     name = metadata.get("tokenizer.ggml.pre")
-    if name not in _PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in _PRE_TOKENIZERS:
         raise ValueError(
             f"tokenizer.ggml.pre={name!r} is not supported; supported: "
             f"{', '.join(sorted(_PRE_TOKENIZERS))}. Pass tokenizer= with a folder that has a "
             "tokenizer.json"
         )
     pre = _PRE_TOKENIZERS[name]
-    merges = metadata.get("tokenizer.ggml.merges")
+    merges = _read_list(metadata, "merges", str)
     if merges is None:
         raise ValueError("tokenizer.ggml.merges is missing: byte-level BPE needs it")
     backend = _bpe(tokens, [_split_merge(merge) for merge in merges], pre.ignore_merges)
@@ -266,7 +296,7 @@ def _build_sentencepiece(
     special_ids: Mapping[str, int],
 ) -> tuple[Tokenizer, bool]:
     """SentencePiece BPE: spaces are marks, unknown characters are spelt in byte tokens."""
-    scores = _read_column(metadata, "scores", len(tokens))
+    scores = _read_column(metadata, "scores", (int, float), len(tokens))
     if scores is None:
         raise ValueError("tokenizer.ggml.scores is missing: the model 'llama' needs it")
     backend = _bpe(
@@ -277,7 +307,7 @@ def _build_sentencepiece(
         fuse_unk=True,
         byte_fallback=_BYTE in types,
     )
-    prefix_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    prefix_space = _read_switch(metadata, "add_space_prefix", True)
     mark_spaces = normalizers.Replace(" ", _SPACE_MARK)
     unmark_spaces = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix_space:

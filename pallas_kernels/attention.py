@@ -12,7 +12,7 @@ from pallas_kernels import attention_reference, attention_xla
 from pallas_kernels.attention_plan import AttentionPlan, make_plan
 from pallas_kernels.pool_storage import SCALED_POOL_DTYPES, check_pool
 
-_IMPLEMENTATIONS = ("reference", "xla")
+IMPLEMENTATIONS = ("reference", "xla")
 _QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -72,7 +72,10 @@ def ragged_paged_attention(
     Source: PagedAttention (arXiv 2309.06180); the online softmax and the tiling are
     FlashAttention's (arXiv 2205.14135), the split of long decodes Flash-Decoding's.
     """
-    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
+    q, pool_layer = jnp.asarray(q), jnp.asarray(pool_layer)
+    kv_lens, block_tables, query_starts, num_seqs = _as_arrays(
+        kv_lens, block_tables, query_starts, num_seqs
+    )
     check_pool(pool_layer)
     _check_queries(q, pool_layer)
     _check_batch(kv_lens, block_tables, query_starts, num_seqs)
@@ -80,9 +83,9 @@ def ragged_paged_attention(
     _check_head_vector("sinks", sinks, q.shape[1])
     _check_scales(pool_layer, k_scale, v_scale)
     name = implementation or "xla"
-    if name not in _IMPLEMENTATIONS:
+    if name not in IMPLEMENTATIONS:
         raise ValueError(
-            f"implementation is {implementation!r}; use None or one of {list(_IMPLEMENTATIONS)}"
+            f"implementation is {implementation!r}; use None or one of {list(IMPLEMENTATIONS)}"
         )
     options: dict[str, Any] = dict(
         scale=scale,
@@ -140,7 +143,9 @@ def plan_attention(
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it and what would.
     """
-    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
+    kv_lens, block_tables, query_starts, num_seqs = _as_arrays(
+        kv_lens, block_tables, query_starts, num_seqs
+    )
     _check_batch(kv_lens, block_tables, query_starts, num_seqs)
     _check_positive_int("num_rows", num_rows)
     _check_positive_int("block_size", block_size)
@@ -156,6 +161,17 @@ def plan_attention(
         sliding_window=sliding_window,
         decode_only=decode_only,
     )
+
+
+def _as_arrays(
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+    query_starts: jax.Array,
+    num_seqs: jax.Array | int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The batch as jax arrays: numpy's would fail where a traced value indexes them."""
+    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else jnp.asarray(num_seqs)
+    return jnp.asarray(kv_lens), jnp.asarray(block_tables), jnp.asarray(query_starts), num_seqs
 
 
 def _check_queries(q: jax.Array, pool_layer: jax.Array) -> None:
@@ -199,8 +215,10 @@ def _check_batch(
 
 
 def _check_scores(scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; it must be finite, usually head_dim ** -0.5")
+    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(
+            f"scale is {scale!r}; it must be a finite Python number, usually head_dim ** -0.5"
+        )
     if sliding_window is not None:
         _check_positive_int("sliding_window", sliding_window)
     if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):

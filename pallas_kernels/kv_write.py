@@ -46,6 +46,7 @@ def write_kv(
       ValueError: a shape does not fit, or the implementation is unknown.
       TypeError: a dtype does not fit.
     """
+    pool_layer, k, v, slot_mapping = map(jnp.asarray, (pool_layer, k, v, slot_mapping))
     check_pool(pool_layer)
     _, two_kv_heads, _, head_dim = pool_layer.shape
     if k.ndim != 3 or k.shape[1:] != (two_kv_heads // 2, head_dim):

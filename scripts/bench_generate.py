@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from paged_jax import LLM, SamplingParams, demo_model_path, sample
-from paged_jax.batch import empty_sampling
+from paged_jax import LLM, SamplingParams, demo_model_path, make_sampling, sample
 
 MODEL = flags.DEFINE_string("model", "demo", 'A .gguf file, folder or hub id, or "demo".')
 NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Requests.", lower_bound=1)
@@ -63,7 +62,7 @@ def run_round(llm: LLM, rng: np.random.Generator) -> dict[str, float]:
 def sampling_seconds(vocab_size: int, num_seqs: int) -> float:
     """Seconds of the sampler alone for a full greedy batch; it is part of the device's time."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(num_seqs, vocab_size)), jnp.float32)
-    jitted, batch = jax.jit(sample), empty_sampling(num_seqs)
+    jitted, batch = jax.jit(sample), make_sampling([], [], [], num_seqs=num_seqs)
     times = []
     for _ in range(12):
         started = time.perf_counter()
@@ -99,7 +98,7 @@ def main(argv: list[str]) -> None:
     rounds = [run_round(llm, rng) for _ in range(ROUNDS.value)]
     figures = {name: float(np.median([r[name] for r in rounds])) for name in rounds[0]}
     num_steps = figures["prefill_steps"] + figures["decode_steps"]
-    seats = llm.engine.buckets.num_seqs[-1]
+    seats = llm.engine.runner.buckets.num_seqs[-1]
     sampling = sampling_seconds(llm.model.config.vocab_size, seats) * num_steps
     for name, value in figures.items():
         print(f"{name:28} {value:12.3f}")

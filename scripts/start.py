@@ -4,8 +4,9 @@
     python3 scripts/start.py test     run the tests
 
 Each makes its environment below .venv/ when it is first run, from the newest suitable Python that
-it finds (newer Pythons get a newer jax, which is faster on CPUs). Further arguments are passed on:
-to the demo, or to pytest. This file runs under any Python from 3.8 on and needs no package.
+it finds (newer Pythons get a newer jax, which is faster on CPUs). Further arguments are passed on,
+to the demo or to pytest: "demo --help" lists the demo's. This file runs under any Python from 3.8
+on and needs no package.
 """
 
 import argparse
@@ -74,10 +75,12 @@ def make_environment(version, command, extra):
     if stamp.exists() and stamp.read_text() == state:
         return python
     where = folder.relative_to(ROOT)
-    if not python.exists():
+    if python.exists():
+        print(f"Installing what is missing in {where}", flush=True)
+    else:
         print(f"Making an environment with Python {version} in {where}", flush=True)
         subprocess.check_call([*command, "-m", "venv", "--clear", str(folder)])
-    print("Installing paged-jax and what it needs (about 700 MB, a minute or two)", flush=True)
+        print("Installing paged-jax and what it needs (about 700 MB, a minute or two)", flush=True)
     target = ["--editable", f"{ROOT}[{extra}]"]
     subprocess.check_call(
         [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *target]
@@ -86,14 +89,28 @@ def make_environment(version, command, extra):
     return python
 
 
-def main():
+def parse(arguments):
+    """What to do, and the arguments that are not this program's: (options, rest)."""
+    # Without -h and abbreviations of its own, "demo --help" and pytest's "--py..." pass through.
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        usage="start.py {demo,test} [--python X.Y] [--which] [further arguments]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
     )
     parser.add_argument("what", choices=["demo", "test"])
     parser.add_argument("--python", metavar="X.Y", help="the Python version to use")
     parser.add_argument("--which", action="store_true", help="print the version it would use")
-    args, rest = parser.parse_known_args()
+    has_command = "demo" in arguments or "test" in arguments
+    if not has_command and ("-h" in arguments or "--help" in arguments):
+        parser.print_help()
+        sys.exit()
+    return parser.parse_known_args(arguments)
+
+
+def main():
+    args, rest = parse(sys.argv[1:])
     version, command = find_python(args.python)
     if command is None:
         sys.exit(

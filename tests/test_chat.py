@@ -6,7 +6,12 @@ import datetime
 
 import pytest
 
-from paged_jax.chat import ChatTemplateError, check_messages, render_chat
+from paged_jax.chat import (
+    ChatTemplateError,
+    check_messages,
+    check_template_kwargs,
+    render_chat,
+)
 
 CHATML = (
     "{% for message in messages %}"
@@ -103,6 +108,12 @@ def test_two_ways_to_end_exclude_each_other():
         ("Hello", "must be a list of dicts .* not a str"),
         (USER, "must be a list of dicts .* not a dict"),
         (None, "not a NoneType"),
+        (5, "not a int"),
+        ((USER for _ in range(1)), "not a generator"),
+        ({USER["role"]}, "not a set"),
+        ([USER, None], r"messages\[1\] must be a dict .*, not a NoneType"),
+        ([[USER]], r"messages\[0\] must be a dict .*, not a list"),
+        ([{}], r"messages\[0\]\['role'\] is None"),
         ([USER, "Hello"], r"messages\[1\] must be a dict"),
         ([{"content": "x"}], r"messages\[0\]\['role'\] is None"),
         ([{"role": "", "content": "x"}], r"messages\[0\]\['role'\] is ''"),
@@ -121,9 +132,39 @@ def test_malformed_messages_are_named(messages, message):
         render(CHATML, messages)
 
 
-def test_tools_must_be_schemas():
-    with pytest.raises(ChatTemplateError, match=r"tools\[0\] must be a dict"):
-        render(CHATML, tools=[print])  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ([print], r"tools\[0\] must be a dict"),
+        (5, "tools=5 is of type int; it must be a list of dicts"),
+        ("f", "tools='f' is of type str"),
+        ({"name": "f"}, "tools={'name': 'f'} is of type dict"),
+        (iter([{}]), "of type list_iterator"),
+    ],
+)
+def test_tools_must_be_schemas(tools, message):
+    with pytest.raises(ChatTemplateError, match=message):
+        render(CHATML, tools=tools)
+
+
+@pytest.mark.parametrize("template", [5, None, b"x", ["x"]])
+def test_template_must_be_a_string(template):
+    with pytest.raises(ChatTemplateError, match=r"chat_template=.* must be a string"):
+        render_chat(template, [USER])
+
+
+def test_template_variables_leave_the_arguments_alone():
+    for name in ("messages", "chat_template"):
+        with pytest.raises(ChatTemplateError, match=f"variable '{name}' is an argument"):
+            render_chat(CHATML, [USER], **{name: [USER]})  # pyright: ignore[reportArgumentType]
+    for name in ("messages", "tools", "add_generation_prompt", "continue_final_message"):
+        with pytest.raises(ChatTemplateError, match=f"variable '{name}' is an argument"):
+            check_template_kwargs({"bos_token": "<s>", name: None})
+    with pytest.raises(ChatTemplateError, match="variable 5 is of type int"):
+        check_template_kwargs({5: "x"})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ChatTemplateError, match="must be a dict, not a list"):
+        check_template_kwargs(["x"])  # pyright: ignore[reportArgumentType]
+    assert render_chat("{{ template }}", [USER], template="mine") == "mine"
 
 
 @pytest.mark.parametrize(
@@ -132,6 +173,8 @@ def test_tools_must_be_schemas():
         ("a\n{% for m in messages %}\n{{ m }", "does not parse.*line 3"),
         ("a\n{% iff x %}", "does not parse.*line 2"),
         ("{{ messages | nonsense }}", "does not parse.*line 1"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "does not parse: RecursionError"),
+        ("{{ " + "9" * 5000 + " }}", "does not parse: ValueError"),
         (
             "a\n{% if messages[0].role != 'x' %}\n{{ raise_exception('Unknown role ' + "
             "messages[0].role) }}{% endif %}",

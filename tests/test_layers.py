@@ -10,16 +10,16 @@ ROOT = pathlib.Path(__file__).parent.parent
 # A module may import modules of earlier lines and of its own line; see docs/design.md.
 LAYERS = [
     "pallas_kernels",
-    "paged_jax.log paged_jax.sampling_params paged_jax.config",
+    "paged_jax.log paged_jax.paths paged_jax.interrupts paged_jax.sampling_params paged_jax.config",
     "paged_jax.prefix_cache paged_jax.block_pool paged_jax.request paged_jax.block_manager "
     "paged_jax.scheduler",
     "paged_jax.chat paged_jax.tokenizer_gguf paged_jax.tokenizer paged_jax.detokenizer "
     "paged_jax.demo_model paged_jax.prompts",
-    "paged_jax.sampling paged_jax.batch paged_jax.kv_pool",
+    "paged_jax.bisection paged_jax.sampling paged_jax.batch paged_jax.kv_pool",
     "paged_jax.models",
     "paged_jax.step paged_jax.compile paged_jax.sizing",
     "paged_jax.outputs paged_jax.metrics paged_jax.sequence",
-    "paged_jax.engine paged_jax.llm",
+    "paged_jax.engine paged_jax.calls paged_jax.llm",
     "paged_jax.report paged_jax.offline paged_jax.demo paged_jax.cli",
 ]
 HOST_LAYERS = range(1, 4)

@@ -106,7 +106,7 @@ def test_make_batch_lays_out_ragged_chunks():
 def test_make_batch_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="2, 1 and 2 entries"):
         pj.make_batch([[1], [2]], [0], [[1], [2]], block_size=4)
-    with pytest.raises(ValueError, match=r"sequence 0: 5 tokens from position 4 .* 8 slots"):
+    with pytest.raises(ValueError, match=r"sequence 0: 5 tokens from position 4 .* the 8 slots"):
         pj.make_batch([[1] * 5], [4], [[1, 2]], block_size=4)
     with pytest.raises(ValueError, match=r"sequence 1: 0 tokens"):
         pj.make_batch([[1], []], [0, 0], [[1], [2]], block_size=4)

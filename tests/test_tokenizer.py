@@ -270,6 +270,22 @@ def test_sentencepiece_defaults_and_switches():
         (byte_level_metadata(merges=["he"]), "'he'; a merge is"),
         (byte_level_metadata(merges=["zz q"]), "merges does not fit the vocabulary"),
         (byte_level_metadata(eos_token_id=263), "eos_token_id=263 is outside"),
+        (byte_level_metadata(eos_token_id=-1), "eos_token_id=-1 is outside"),
+        (byte_level_metadata(eos_token_id=[2]), r"eos_token_id=\[2\] must be one whole number"),
+        (byte_level_metadata(bos_token_id="a"), "bos_token_id='a' must be one whole number"),
+        (byte_level_metadata(padding_token_id=True), "padding_token_id=True must be one"),
+        (byte_level_metadata(model=["gpt2"]), r"model=\['gpt2'\] is not supported"),
+        (byte_level_metadata(pre=["gpt-2"]), r"pre=\['gpt-2'\] is not supported"),
+        (byte_level_metadata(tokens="abc"), "tokens='abc' must be a list of strings"),
+        (byte_level_metadata(tokens=[1, 2]), r"tokens=\[1, 2\] must be a list of strings"),
+        (byte_level_metadata(token_type=5), "token_type=5 must be a list of whole numbers"),
+        (byte_level_metadata(merges=[1]), r"merges=\[1\] must be a list of strings"),
+        (byte_level_metadata(add_bos_token="no"), "add_bos_token='no' must be true or false"),
+        (sentencepiece_metadata(scores=["a"]), r"scores=\['a'\] must be a list of numbers"),
+        (
+            byte_level_metadata() | {"tokenizer.chat_template": 5},
+            "the GGUF file: chat_template={'default': 5} must be a string",
+        ),
         (byte_level_metadata(bos_token_id=None, add_bos_token=True), "bos_token_id is missing"),
         (sentencepiece_metadata(scores=None), "scores is missing"),
         (sentencepiece_metadata(scores=[1.0]), "scores has 1 entries"),
@@ -356,8 +372,31 @@ def test_broken_template_fails_only_when_rendered(folder):
 
 
 def test_no_template_says_what_to_pass(folder):
-    with pytest.raises(ChatTemplateError, match="pass chat_template="):
+    with pytest.raises(ChatTemplateError, match=r"pass chat_template=.*plain prompts.*--nochat"):
         Tokenizer.from_folder(folder).apply_chat_template([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat_template": 5}, "chat_template=5 is of type int; it must be a string"),
+        ({"chat_template": ["x"]}, r"chat_template=\['x'\] is of type list"),
+        ({"chat_template": b"x"}, "chat_template=b'x' is of type bytes"),
+        ({"messages": []}, "variable 'messages' is an argument of its own"),
+        ({"tools": 5}, "tools=5 is of type int; it must be a list of dicts"),
+    ],
+)
+def test_chat_arguments_refused(options, message):
+    with pytest.raises(ChatTemplateError, match=message):
+        BYTE_LEVEL.apply_chat_template([{"role": "user", "content": "x"}], **options)
+
+
+def test_template_variables_may_have_the_names_of_internal_arguments():
+    messages = [{"role": "user", "content": "x"}]
+    text = BYTE_LEVEL.apply_chat_template(
+        messages, chat_template="{{ template }} {{ source }}", template="a", source="b"
+    )
+    assert text == "a b"
 
 
 def test_folder_errors(folder, tmp_path_factory):
@@ -381,6 +420,47 @@ def test_folder_errors(folder, tmp_path_factory):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer"):
         load_tokenizer(folder)
+
+
+DEEP_JSON = '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", DEEP_JSON, "tokenizer_config.json is not valid JSON.*fetch it"),
+        ("special_tokens_map.json", DEEP_JSON, "special_tokens_map.json is not valid JSON"),
+        ("chat_template.json", DEEP_JSON, "chat_template.json is not valid JSON"),
+        ("tokenizer_config.json", b'{"a": "\xff"}', "tokenizer_config.json is not valid JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json must hold a JSON object"),
+        ("chat_template.jinja", b"\xff\xfe", "chat_template.jinja is not UTF-8.*fetch it again"),
+        ("tokenizer.json", b'{"a": "\xff"}', "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", DEEP_JSON, "tokenizer.json is not a tokenizer"),
+    ],
+)
+def test_folder_with_broken_files_names_them(folder, name, content, message):
+    (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token", "unk_token"])
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("value", [5, True, ["<|bos|>"], {}, {"content": 5}], ids=repr)
+def test_special_token_of_a_wrong_type_is_named(folder, file, name, value):
+    write(folder, file, **{name: value})
+    with pytest.raises(ValueError, match=rf"{file}: {name}=.* must be a string, or an object"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "value", [5, [5], ["x"], [{"name": "a"}], [{"name": [], "template": "x"}], {"default": 5}]
+)
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "chat_template.json"])
+def test_chat_template_of_a_wrong_type_is_named(folder, file, value):
+    write(folder, file, chat_template=value)
+    with pytest.raises(ValueError, match=rf"{file}: chat_template=.* must be a string, or a list"):
+        Tokenizer.from_folder(folder)
 
 
 # --- objects ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """GGUF files: round trips in every tensor type, metadata, and every refusal."""
 
+import logging
 import shutil
 import struct
 import sys
@@ -17,6 +18,7 @@ from paged_jax.models import llama, params
 from paged_jax.models.config import ModelLoadError, RopeConfig
 from paged_jax.models.loader import GgufSource, load_model
 from paged_jax.models.weights_gguf import gguf_metadata, open_gguf
+from paged_jax.sampling_params import SamplingParams
 
 CONFIG = model_files.tiny_config()
 TENSORS = model_files.random_tensors(CONFIG)
@@ -205,6 +207,50 @@ def test_configuration_and_generation_info(tmp_path):
     assert all(key.startswith("tokenizer.") for key in loaded.tokenizer_source.metadata)
 
 
+def test_advice_that_cannot_be_followed_is_left_out_with_one_warning(tmp_path, caplog):
+    advice = {
+        "temp": 0.5,
+        "top_k": 20.0,
+        "penalty_repeat": 1.5,
+        "mirostat": 2,
+        "mirostat_tau": 5.0,
+        "xtc_probability": 0.0,
+        "sequence": "kt",
+    }
+    metadata = {f"general.sampling.{name}": value for name, value in advice.items()}
+    with caplog.at_level(logging.WARNING, logger="paged_jax"):
+        loaded = load_model(write(tmp_path, metadata=metadata))
+    assert loaded.generation_defaults == {"temperature": 0.5, "top_k": 20}
+    assert SamplingParams(**loaded.generation_defaults).top_k == 20
+    (record,) = caplog.records
+    prefix = "general.sampling."
+    left_out = f"{prefix}penalty_repeat=1.5, {prefix}mirostat=2, {prefix}sequence='kt'"
+    assert f"tiny.gguf: sampling without {left_out}," in record.getMessage()
+
+
+def test_negative_token_id_refused(tmp_path):
+    content = write(tmp_path).read_bytes()
+    key = b"tokenizer.ggml.eos_token_id"
+    at = content.index(key) + len(key)
+    int32_type = 5
+    path = tmp_path / "negative.gguf"
+    path.write_bytes(content[:at] + struct.pack("<Ii", int32_type, -1) + content[at + 8 :])
+    with pytest.raises(ModelLoadError, match=r"negative.gguf: .*eos_token_id: the token id -1"):
+        load_model(path)
+
+
+def test_architecture_of_a_wrong_type_refused(tmp_path):
+    content = write(tmp_path).read_bytes()
+    key, name = b"general.architecture", b"llama"
+    at = content.index(key) + len(key)
+    path = tmp_path / "list.gguf"
+    # Type 9 is a list; here one of five bytes (type 0), four bytes longer than the string.
+    head = struct.pack("<IIQ", 9, 0, len(name)) + name
+    path.write_bytes(content[:at] + head + content[at + 12 + len(name) :])
+    with pytest.raises(ModelLoadError, match=r"general.architecture=\[108, .* is not supported"):
+        load_model(path)
+
+
 def test_absent_optional_metadata(tmp_path):
     absent = ("vocab_size", "attention.key_length", "attention.value_length", "rope.freq_base")
     metadata = {f"llama.{key}": None for key in (*absent, "rope.dimension_count")}
@@ -253,6 +299,25 @@ def test_rope_freqs_become_divisors(tmp_path):
         ({"llama.feed_forward_length": 32}, r"blk.0.ffn_gate.weight has shape \[64, 32\]"),
         ({"llama.block_count": 3}, "missing tensors: blk.2.attn_norm.weight, .* and 1 more"),
         ({"llama.block_count": 1}, "does not use: blk.1.attn_norm.weight"),
+        ({"llama.block_count": True}, "llama.block_count=True: expected one int"),
+        (
+            {"llama.rope.freq_base": [1e4]},
+            r"rope.freq_base=\[10000.0\]: expected one finite number",
+        ),
+        ({"llama.rope.freq_base": "1e4"}, "rope.freq_base='1e4': expected one finite number"),
+        ({"llama.rope.freq_base": float("nan")}, "rope.freq_base=nan: expected one finite number"),
+        ({"llama.rope.scaling.factor": [2.0]}, r"rope.scaling.factor=\[2.0\]: expected one finite"),
+        ({"llama.rope.scale_linear": "2"}, "rope.scale_linear='2': expected one finite"),
+        ({"tokenizer.ggml.eos_token_id": [2]}, r"eos_token_id: the token id \[2\] must be .* 95"),
+        ({"tokenizer.ggml.eos_token_id": "2"}, "eos_token_id: the token id '2' must be"),
+        ({"tokenizer.ggml.eos_token_id": True}, "eos_token_id: the token id True must be"),
+        ({"tokenizer.ggml.eos_token_id": -1.0}, "eos_token_id: the token id -1.0 must be"),
+        ({"tokenizer.ggml.eos_token_id": 96}, "eos_token_id: the token id 96 must be"),
+        ({"tokenizer.ggml.eot_token_id": 96}, "eot_token_id: the token id 96 must be"),
+        ({"tokenizer.ggml.bos_token_id": 96}, "bos_token_id: the token id 96 must be"),
+        ({"general.sampling.temp": 5.0}, "general.sampling.temp=5.0 is no sampling default: .*2"),
+        ({"general.sampling.top_k": 20.5}, "general.sampling.top_k=20.5 is no sampling default"),
+        ({"general.sampling.top_p": "0.9"}, "general.sampling.top_p='0.9' is no sampling default"),
     ],
 )
 def test_metadata_refused(tmp_path, metadata, message):

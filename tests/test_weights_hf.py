@@ -1,6 +1,7 @@
 """Hugging Face folders and hub ids: round trips, configuration forms, and every refusal."""
 
 import json
+import logging
 
 import huggingface_hub
 import jax
@@ -13,6 +14,7 @@ from paged_jax.models import llama, loader, params
 from paged_jax.models.config import ModelLoadError, RopeConfig
 from paged_jax.models.loader import FolderSource, load_model
 from paged_jax.models.weights_hf import open_folder
+from paged_jax.sampling_params import SamplingParams
 
 CONFIG = model_files.tiny_config()
 TENSORS = model_files.random_tensors(CONFIG)
@@ -127,6 +129,94 @@ def test_generation_defaults_are_the_sampling_fields(tmp_path):
     assert loaded.generation_defaults == {"temperature": 0.6, "top_p": 0.9}
 
 
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"max_new_tokens": 256, "min_p": 0.05}, {"max_tokens": 256, "min_p": 0.05}),
+        ({"top_k": 50.0, "max_new_tokens": 8.0}, {"top_k": 50, "max_tokens": 8}),
+        ({"top_k": -1, "temperature": 1}, {"top_k": 0, "temperature": 1.0}),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.6}),
+        ({"do_sample": False}, {"temperature": 0.0}),
+        (
+            {"do_sample": False, "temperature": 0.9, "top_p": 0.5, "top_k": 9, "max_new_tokens": 7},
+            {"temperature": 0.0, "max_tokens": 7},
+        ),
+        (
+            {"typical_p": 1.0, "num_beams": 1, "suppress_tokens": [], "max_length": 4096},
+            {},
+        ),
+        (dict.fromkeys(("do_sample", "temperature", "max_new_tokens", "repetition_penalty")), {}),
+    ],
+)
+def test_generation_defaults_make_sampling_params(tmp_path, caplog, generation, expected):
+    defaults = load_model(write(tmp_path, generation=generation)).generation_defaults
+    assert defaults == expected
+    assert all(type(defaults[name]) is type(value) for name, value in expected.items())
+    params = SamplingParams(**defaults)
+    assert all(getattr(params, name) == value for name, value in expected.items())
+    assert not caplog.records
+
+
+def test_advice_that_cannot_be_followed_is_left_out_with_one_warning(tmp_path, caplog):
+    generation = {"temperature": 0.6, "repetition_penalty": 1.1, "num_beams": 4, "typical_p": 1.0}
+    with caplog.at_level(logging.WARNING, logger="paged_jax"):
+        loaded = load_model(write(tmp_path, generation=generation))
+    assert SamplingParams(**loaded.generation_defaults).temperature == 0.6
+    assert "repetition_penalty" not in loaded.generation_defaults
+    (record,) = caplog.records
+    for part in ("generation_config.json", "repetition_penalty=1.1", "num_beams=4"):
+        assert part in record.getMessage()
+    assert "typical_p" not in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 5.0),
+        ("temperature", -0.1),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("temperature", [0.5]),
+        ("temperature", float("nan")),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_k", 50.5),
+        ("top_k", -2),
+        ("top_k", "50"),
+        ("min_p", 2),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", float("inf")),
+        ("repetition_penalty", "high"),
+        ("repetition_penalty", 0.0),
+        ("do_sample", "false"),
+        ("do_sample", 0),
+    ],
+)
+def test_sampling_defaults_out_of_range_are_named(tmp_path, field, value):
+    folder = write(tmp_path, generation={field: value})
+    with pytest.raises(ModelLoadError) as caught:
+        load_model(folder)
+    for part in ("generation_config.json", f"{field}={value!r}", "must be", "correct it"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [True, -1, 96, 2.0, "</s>", [2, -1], [2, True], [[2]], [None]])
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_eos_token_ids_outside_the_vocabulary_refused(tmp_path, file, value):
+    where = "config_overrides" if file == "config.json" else "generation"
+    folder = write(tmp_path, **{where: {"eos_token_id": value}})
+    with pytest.raises(
+        ModelLoadError, match=rf"tiny.{file}: eos_token_id: the token id .* from 0 to 95, .*correct"
+    ):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("value", [True, -1, 96, "<s>", [1]])
+def test_bos_token_id_outside_the_vocabulary_refused(tmp_path, value):
+    with pytest.raises(ModelLoadError, match=r"config.json: bos_token_id: the token id .* 95"):
+        load_model(write(tmp_path, config_overrides={"bos_token_id": value}))
+
+
 def test_harmless_extra_tensors_are_left_out(tmp_path):
     extra = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
@@ -155,7 +245,14 @@ def test_harmless_extra_tensors_are_left_out(tmp_path):
         ({"hidden_size": None}, "hidden_size=None must be one int"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3 must divide num_heads=4"),
         ({"head_dim": None, "num_attention_heads": 5}, "num_attention_heads=5 must divide"),
-        ({"eos_token_id": "</s>"}, "token id '</s>'"),
+        ({"rope_theta": "10000"}, "rope_theta='10000' must be one float"),
+        ({"rope_theta": [10000.0]}, r"rope_theta=\[10000.0\] must be one float"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf must be one finite float"),
+        ({"rope_theta": 10**400}, "rope_theta=10*0 must be one finite float"),
+        ({"rope_theta": -1.0}, "rope.theta=-1.0 must be a finite number above 0"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' must lie between 0 and 1"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be True or False"),
+        ({"architectures": [["LlamaForCausalLM"]]}, r"architectures=\[\['Llama.* is not supported"),
         ({"num_hidden_layers": 3}, "missing tensors: model.layers.2.*and 1 more; the file"),
         ({"num_hidden_layers": 1}, "does not use: model.layers.1.input_layernorm.weight"),
         (
@@ -203,6 +300,30 @@ def test_corrupt_json_named(tmp_path):
         load_model(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors.index.json"]
+)
+@pytest.mark.parametrize(
+    "content",
+    ['{"a": ' + "[" * 200_000 + "]" * 200_000 + "}", '{"a": ' + "9" * 5000 + "}"],
+    ids=["nested", "digits"],
+)
+def test_extreme_json_named(tmp_path, name, content):
+    folder = write(tmp_path, num_shards=2)
+    (folder / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=f"{name}: not valid JSON .*fetch it again"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("value", [["model.safetensors"], 5, None, True, {}, "", "..", ".", "a/b"])
+def test_weight_map_without_file_names_refused(tmp_path, value):
+    index = write(tmp_path, num_shards=2) / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": weight_map | {"model.norm.weight": value}}))
+    with pytest.raises(ModelLoadError, match=r"index.json: weight_map\['model.norm.weight'\]=.*"):
+        load_model(index.parent)
+
+
 def test_broken_shards_named(tmp_path):
     folder = write(tmp_path, num_shards=2)
     index = folder / "model.safetensors.index.json"
@@ -220,6 +341,7 @@ def test_broken_shards_named(tmp_path):
     outside = weight_map | {"model.norm.weight": "../other.safetensors"}
     refuse(outside, "'../other.safetensors' is not the name of a file beside it")
     refuse(None, "no weight_map")
+    refuse(weight_map | {"model.norm.weight": "x" * 5000}, "names x*, which is missing")
     shard.unlink()
     refuse(weight_map, f"names {shard.name}, which is missing")
 

@@ -1,0 +1,197 @@
+"""Calls of an `LLM`: from prompts to outputs, several calls at a time on one engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterable, Iterator
+
+from tqdm.auto import tqdm
+
+from paged_jax.engine import Engine
+from paged_jax.interrupts import uninterrupted
+from paged_jax.log import logger
+from paged_jax.outputs import RequestOutput
+from paged_jax.prompts import ParsedPrompt
+from paged_jax.sampling_params import SamplingParams
+
+
+class Calls:
+    """Runs calls on an engine that nothing else steps.
+
+    Several may be under way at once: a call within a stream's loop, or threads. Each steps the
+    engine for all of them, and leaves what came for the others in the mailbox, the newest output of
+    each request that a call waits for. One lock is held for a step at a time.
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self._mailbox: dict[str, RequestOutput] = {}
+        self._awaited: set[str] = set()
+        self._lock = threading.RLock()
+        self._num_requests = 0
+        self._closed = False
+
+    def run(
+        self,
+        parsed: list[ParsedPrompt | ValueError],
+        all_params: list[SamplingParams],
+        *,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        """Serves all to their end; outputs in the order of the prompts. See `LLM.generate`."""
+        pending, outputs = self._add_all(parsed, all_params)
+        try:
+            with Progress(len(pending), enabled=use_tqdm) as progress:
+                while pending:
+                    for output in self._step(pending):
+                        del pending[output.request_id]
+                        outputs.append(output)
+                        progress.update(output)
+        finally:
+            self._drop(pending)
+        return sorted(outputs, key=lambda output: output.prompt_index)
+
+    def stream(
+        self, parsed: list[ParsedPrompt | ValueError], all_params: list[SamplingParams]
+    ) -> Iterator[RequestOutput]:
+        """Yields outputs as they grow; see `LLM.stream`."""
+        pending: dict[str, int] = {}
+        try:
+            pending, refused = self._add_all(parsed, all_params, stream=True)
+            yield from refused
+            while pending:
+                for output in self._step(pending):
+                    if output.finished:
+                        del pending[output.request_id]
+                    yield output
+        finally:
+            self._drop(pending)
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """Ends a request at once; the call that waits for it gets the same output."""
+        with self._lock:
+            output = self.engine.abort(request_id)
+            if output is not None and request_id in self._awaited:
+                self._mailbox[request_id] = output
+            return output
+
+    def close(self) -> None:
+        """Lets go of the engine; calls that are under way fail at their next step."""
+        with self._lock:
+            self._closed = True
+            del self.engine
+
+    def _take_ids(self, count: int) -> list[str]:
+        """New request ids, counted up over the engine's life."""
+        with self._lock:
+            first = self._num_requests
+            self._num_requests += count
+        return [str(first + i) for i in range(count)]
+
+    def _add_all(
+        self,
+        parsed: list[ParsedPrompt | ValueError],
+        all_params: list[SamplingParams],
+        *,
+        stream: bool = False,
+    ) -> tuple[dict[str, int], list[RequestOutput]]:
+        """Queues what can be served: (place in the call by request id, outputs of the refused)."""
+        added: dict[str, int] = {}
+        refused: list[RequestOutput] = []
+        ids = self._take_ids(len(parsed))
+        first_error: ValueError | None = None
+        try:
+            for i, prompt in enumerate(parsed):
+                try:
+                    if isinstance(prompt, ValueError):
+                        raise prompt
+                    added[ids[i]] = i
+                    with self._lock:
+                        self.engine.add_request(
+                            ids[i],
+                            prompt.token_ids,
+                            all_params[i],
+                            prompt=prompt.text,
+                            cache_salt=prompt.cache_salt,
+                            stream=stream,
+                        )
+                        self._awaited.add(ids[i])
+                except ValueError as error:
+                    added.pop(ids[i], None)
+                    first_error = first_error or error
+                    text = None if isinstance(prompt, ValueError) else prompt.text
+                    refused.append(RequestOutput.refused(ids[i], i, str(error), prompt=text))
+            if first_error is not None and not added:
+                raise first_error
+        except BaseException:
+            self._drop(added)
+            raise
+        if refused:
+            logger.warning(
+                "%d of %d prompts refused (see each output's error), the first, prompt %d: %s",
+                len(refused),
+                len(parsed),
+                refused[0].prompt_index,
+                refused[0].error,
+            )
+        return added, refused
+
+    def _step(self, pending: dict[str, int]) -> list[RequestOutput]:
+        """What has come for a call's requests; runs a step of the engine if nothing has."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this LLM is closed; make a new one")
+            if not self._mailbox.keys() & pending.keys():
+                for output in self.engine.step():
+                    if output.request_id in self._awaited:
+                        self._mailbox[output.request_id] = output
+            mine = [request_id for request_id in self._mailbox if request_id in pending]
+            outputs = [self._mailbox.pop(request_id) for request_id in mine]
+            if not outputs:
+                lost = [i for i in pending if not self.engine.is_unfinished(i)]
+                if lost:
+                    raise RuntimeError(
+                        f"requests {lost} were ended behind this call's back; use LLM.abort"
+                    )
+        for output in outputs:
+            if output.finished:
+                self._awaited.discard(output.request_id)
+        return [dataclasses.replace(o, prompt_index=pending[o.request_id]) for o in outputs]
+
+    def _drop(self, request_ids: Iterable[str]) -> None:
+        """Ends what is left of a call's requests."""
+        if self._closed:  # There is nothing left to end.
+            return
+        with self._lock, uninterrupted():
+            for request_id in list(request_ids):
+                self.engine.abort(request_id)
+                self._awaited.discard(request_id)
+                self._mailbox.pop(request_id, None)
+
+
+class Progress:
+    """A progress bar over requests, with the speed of tokens in and out so far."""
+
+    def __init__(self, total: int, *, enabled: bool):
+        self._bar = tqdm(
+            total=total, desc="Processed prompts", dynamic_ncols=True, disable=not enabled
+        )
+        self._num_input = self._num_output = 0
+
+    def update(self, output: RequestOutput) -> None:
+        self._num_input += len(output.prompt_token_ids)
+        self._num_output += sum(len(o.token_ids) for o in output.outputs)
+        elapsed = self._bar.format_dict["elapsed"]
+        if elapsed:
+            self._bar.postfix = (
+                f"est. speed input: {self._num_input / elapsed:.2f} toks/s, "
+                f"output: {self._num_output / elapsed:.2f} toks/s"
+            )
+        self._bar.update(1)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

@@ -72,9 +72,14 @@ def ragged_paged_attention(
     Source: PagedAttention (arXiv 2309.06180); the online softmax and the tiling are
     FlashAttention's (arXiv 2205.14135), the split of long decodes Flash-Decoding's.
     """
-    q, pool_layer = jnp.asarray(q), jnp.asarray(pool_layer)
-    kv_lens, block_tables, query_starts, num_seqs = _as_arrays(
-        kv_lens, block_tables, query_starts, num_seqs
+    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
+    _check_are_arrays(
+        q=q,
+        pool_layer=pool_layer,
+        kv_lens=kv_lens,
+        block_tables=block_tables,
+        query_starts=query_starts,
+        num_seqs=num_seqs,
     )
     check_pool(pool_layer)
     _check_queries(q, pool_layer)
@@ -82,6 +87,11 @@ def ragged_paged_attention(
     _check_scores(scale, sliding_window, soft_cap)
     _check_head_vector("sinks", sinks, q.shape[1])
     _check_scales(pool_layer, k_scale, v_scale)
+    # Numpy's arrays would fail where a traced value indexes them.
+    q, pool_layer = jnp.asarray(q), jnp.asarray(pool_layer)
+    kv_lens, block_tables, query_starts, num_seqs = map(
+        jnp.asarray, (kv_lens, block_tables, query_starts, num_seqs)
+    )
     name = implementation or "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(
@@ -143,8 +153,9 @@ def plan_attention(
     Raises:
       ValueError, TypeError: an argument does not fit; the message names it and what would.
     """
-    kv_lens, block_tables, query_starts, num_seqs = _as_arrays(
-        kv_lens, block_tables, query_starts, num_seqs
+    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
+    _check_are_arrays(
+        kv_lens=kv_lens, block_tables=block_tables, query_starts=query_starts, num_seqs=num_seqs
     )
     _check_batch(kv_lens, block_tables, query_starts, num_seqs)
     _check_positive_int("num_rows", num_rows)
@@ -152,10 +163,10 @@ def plan_attention(
     if sliding_window is not None:
         _check_positive_int("sliding_window", sliding_window)
     return make_plan(
-        kv_lens,
-        block_tables,
-        query_starts,
-        num_seqs,
+        jnp.asarray(kv_lens),
+        jnp.asarray(block_tables),
+        jnp.asarray(query_starts),
+        jnp.asarray(num_seqs),
         num_rows=num_rows,
         block_size=block_size,
         sliding_window=sliding_window,
@@ -163,15 +174,10 @@ def plan_attention(
     )
 
 
-def _as_arrays(
-    kv_lens: jax.Array,
-    block_tables: jax.Array,
-    query_starts: jax.Array,
-    num_seqs: jax.Array | int,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The batch as jax arrays: numpy's would fail where a traced value indexes them."""
-    num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else jnp.asarray(num_seqs)
-    return jnp.asarray(kv_lens), jnp.asarray(block_tables), jnp.asarray(query_starts), num_seqs
+def _check_are_arrays(**arrays: Any) -> None:
+    for name, array in arrays.items():
+        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+            raise TypeError(f"{name} is a {type(array).__name__}; give a jax or numpy array")
 
 
 def _check_queries(q: jax.Array, pool_layer: jax.Array) -> None:

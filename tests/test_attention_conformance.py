@@ -204,3 +204,30 @@ def test_bad_arguments_are_refused_by_name(change: dict, message: str) -> None:
     arguments: dict[str, Any] = good | change  # numpy, so that int64 stays int64
     with pytest.raises((ValueError, TypeError), match=message):
         ragged_paged_attention(**arguments)
+
+
+def test_numpy_arrays_are_welcome_and_lists_are_refused_by_name() -> None:
+    rng = np.random.default_rng(0)
+    arguments: dict[str, Any] = dict(
+        q=rng.normal(size=(4, 4, 16)).astype(np.float32),
+        pool_layer=rng.normal(size=(5, 4, 4, 16)).astype(np.float32),
+        kv_lens=np.array([3, 6], np.int32),
+        block_tables=np.array([[1, 0], [2, 3]], np.int32),
+        query_starts=np.array([0, 1, 4], np.int32),
+        num_seqs=2,
+        scale=0.25,
+    )
+    on_device: dict[str, Any] = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, arguments
+    )
+    expected = ragged_paged_attention(**on_device)
+    for implementation in ("xla", "reference"):
+        eager = ragged_paged_attention(**arguments, implementation=implementation)
+        np.testing.assert_allclose(eager, expected, rtol=1e-5, atol=1e-6)
+        # Closed over by a jit: the constants must not be numpy's when a traced value indexes them.
+        fixed = {k: v for k, v in arguments.items() if k != "q"}
+        fixed["implementation"] = implementation
+        jitted = jax.jit(lambda q, fixed=fixed: ragged_paged_attention(q, **fixed))
+        np.testing.assert_allclose(jitted(arguments["q"]), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(TypeError, match="kv_lens is a list"):
+        ragged_paged_attention(**{**arguments, "kv_lens": [3, 6]})

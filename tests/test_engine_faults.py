@@ -294,7 +294,6 @@ def test_a_closed_engine_says_so():
     for use in (lambda: llm.generate("abc"), llm.get_metrics, lambda: next(stream)):
         with pytest.raises(RuntimeError, match="closed; make a new one"):
             use()
-    del stream  # Its clean-up has nothing left to end.
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_accepted(fields):
 @pytest.mark.parametrize(
     ("field", "value", "mend"),
     [
-        ("n", 0, "at least 1"),
+        ("n", 0, "from 1 to 16384"),
         ("n", 1.0, "an int"),
         ("n", True, "an int"),
         ("n", None, "an int"),

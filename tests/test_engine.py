@@ -9,12 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_engine import EOS, VOCAB_SIZE, tiny_llm, tiny_model
+from tiny_engine import (
+    EOS,
+    GREEDY,
+    VOCAB_SIZE,
+    check_idle,
+    prompts_of,
+    run,
+    tiny_llm,
+    tiny_model,
+    tokens_of,
+)
 
 from paged_jax import LLM, SamplingParams
 from paged_jax.request import RequestStatus
-
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -26,25 +34,7 @@ def llm() -> LLM:
 def all_blocks_free(request):
     yield
     if "llm" in request.fixturenames:
-        engine = request.getfixturevalue("llm").engine
-        assert not engine.has_unfinished()
-        assert engine.scheduler.blocks.pool.num_used_blocks == 0
-        engine.scheduler.check_integrity()
-
-
-def prompts_of(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 256, n).tolist() for n in lengths]
-
-
-def tokens_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def run(llm: LLM, prompts, params: SamplingParams | list[SamplingParams] = GREEDY):
-    return llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
+        check_idle(request.getfixturevalue("llm"))
 
 
 def test_greedy_tokens_do_not_depend_on_how_they_are_scheduled(llm):

@@ -11,11 +11,18 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_engine import ByteTokenizer, tiny_llm, tiny_model
+from tiny_engine import (
+    GREEDY,
+    ByteTokenizer,
+    check_idle,
+    prompts_of,
+    run,
+    tiny_llm,
+    tiny_model,
+    tokens_of,
+)
 
 from paged_jax import LLM, SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,28 +35,6 @@ def all_blocks_free(request):
     yield
     if "llm" in request.fixturenames:
         check_idle(request.getfixturevalue("llm"))
-
-
-def check_idle(llm: LLM) -> None:
-    engine = llm.engine
-    assert not engine.has_unfinished()
-    assert engine.scheduler.blocks.pool.num_used_blocks == 0
-    engine.scheduler.check_integrity()
-
-
-def prompts_of(lengths, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, 256, n).tolist() for n in lengths]
-
-
-def tokens_of(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def run(llm: LLM, prompts, params: SamplingParams | list[SamplingParams] = GREEDY):
-    return llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
-    )
 
 
 def test_a_failed_step_loses_no_request(llm, monkeypatch):
@@ -159,8 +144,7 @@ CTRL_C = """
 import os, signal, sys, threading, time
 
 sys.path.insert(0, sys.argv[1])
-from test_engine_faults import check_idle, prompts_of, run, tokens_of
-from tiny_engine import tiny_llm
+from tiny_engine import check_idle, prompts_of, run, tiny_llm, tokens_of
 
 llm = tiny_llm()
 prompts = prompts_of([9, 20, 40, 5])

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from model_files import tiny_config
 
-from paged_jax import LLM
+from paged_jax import LLM, SamplingParams
 from paged_jax.models import llama
 from paged_jax.models.loader import FolderSource, LoadedModel
 from paged_jax.models.params import init_params
@@ -71,3 +72,28 @@ def tiny_llm(model: LoadedModel | None = None, **options: Any) -> LLM:
     if not options.get("skip_tokenizer_init"):
         options.setdefault("tokenizer", ByteTokenizer())
     return LLM(model or tiny_model(), **options)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def check_idle(llm: LLM) -> None:
+    engine = llm.engine
+    assert not engine.has_unfinished()
+    assert engine.scheduler.blocks.pool.num_used_blocks == 0
+    engine.scheduler.check_integrity()
+
+
+def prompts_of(lengths, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 256, n).tolist() for n in lengths]
+
+
+def tokens_of(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def run(llm: LLM, prompts, params: SamplingParams | list[SamplingParams] = GREEDY):
+    return llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False
+    )

@@ -146,6 +146,7 @@ import os, signal, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from tiny_engine import check_idle, prompts_of, run, tiny_llm, tokens_of
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell may have it ignored.
 llm = tiny_llm()
 prompts = prompts_of([9, 20, 40, 5])
 expected = tokens_of(run(llm, prompts))
@@ -176,6 +177,15 @@ def test_ctrl_c_at_any_moment_leaves_an_engine_that_serves():
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.fixture
+def sigint_raises():
+    """Ctrl-C as in a terminal, also where the shell has it ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("sigint_raises")
 def test_an_interrupt_waits_for_the_step_and_its_outputs_are_not_lost(llm, monkeypatch):
     engine = llm.engine
     expected = tokens_of(run(llm, prompts_of([9])))[0]

@@ -112,6 +112,11 @@ class Engine:
                 seed=self._draw_seed() if child.seed is None else child.seed,
                 cache_salt=cache_salt,
             )
+            if request.request_id in self._sequences:  # "a" with n=2 is "a/0" and "a/1" inside.
+                raise ValueError(
+                    f"request_id={request_id!r}: its output {i} would be {request.request_id!r}, "
+                    "which is in use; give the request another id"
+                )
             group.sequences.append(SequenceState(i, request, self.tokenizer))
         with uninterrupted():
             for sequence in group.sequences:

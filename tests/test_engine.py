@@ -369,6 +369,10 @@ def test_status_follows_the_request(llm):
     assert request.status is RequestStatus.RUNNING
     with pytest.raises(ValueError, match="request_id='x' is in use"):
         llm.engine.add_request("x", [1], GREEDY)
+    llm.engine.add_request("y/1", [1, 2, 3], GREEDY)
+    with pytest.raises(ValueError, match="its output 1 would be 'y/1', which is in use"):
+        llm.engine.add_request("y", [1], SamplingParams(n=2))
+    llm.abort("y/1")
     llm.abort("x")
     assert request.status is RequestStatus.FINISHED
     assert llm.abort("x") is None

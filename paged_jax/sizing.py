@@ -11,7 +11,7 @@ import jax
 from paged_jax.batch import Buckets
 from paged_jax.compile import lower_step, temporary_bytes
 from paged_jax.config import EngineConfig, SchedulerConfig
-from paged_jax.kv_pool import KVPool, block_bytes
+from paged_jax.kv_pool import KVPool
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
 
@@ -45,7 +45,7 @@ def resolve(
         max_model_len=max_model_len,
         block_size=config.block_size,
     )
-    bytes_a_block = block_bytes(model, block_size=config.block_size, dtype=dtype)
+    bytes_a_block = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     else:

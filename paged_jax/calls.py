@@ -148,12 +148,10 @@ class Calls:
                         self._mailbox[output.request_id] = output
             mine = [request_id for request_id in self._mailbox if request_id in pending]
             outputs = [self._mailbox.pop(request_id) for request_id in mine]
-            if not outputs:
-                lost = [i for i in pending if not self.engine.is_unfinished(i)]
-                if lost:
-                    raise RuntimeError(
-                        f"requests {lost} were ended behind this call's back; use LLM.abort"
-                    )
+            if not outputs and not self.engine.has_unfinished():
+                raise RuntimeError(
+                    f"requests {list(pending)} were ended behind this call's back; use LLM.abort"
+                )
         for output in outputs:
             if output.finished:
                 self._awaited.discard(output.request_id)

@@ -22,8 +22,7 @@ from paged_jax.paths import cache_folder
 from paged_jax.sampling import SamplerOutput, SamplingBatch
 from paged_jax.step import sample_step
 
-# One function for all engines of the process: a second engine of the same shapes compiles nothing,
-# and an engine that is deleted leaves no copy of its programs behind.
+# One function for all engines of the process: a second engine of the same shapes compiles nothing.
 _jitted_step = jax.jit(
     sample_step,
     static_argnames=("config", "decode_only", "attention_implementation", "tensor_axis"),

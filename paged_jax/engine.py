@@ -67,9 +67,6 @@ class Engine:
         """Whether `step` has something to do or to give."""
         return bool(self._groups or self._undelivered)
 
-    def is_unfinished(self, request_id: str) -> bool:
-        return request_id in self._groups
-
     def add_request(
         self,
         request_id: str,

@@ -25,8 +25,8 @@ def hash_block(
     Args:
       parent: hash of the block before it, None for a prompt's first block.
       token_ids: the block's tokens, each an int32.
-      extra_keys: LoRA id, multimodal items, cache salt (first block only) and prompt-embedding
-        digest, in this order, absent ones left out; None where there are none.
+      extra_keys: what else sets the block apart, in a fixed order; today the cache salt, in a
+        prompt's first block. None where there is nothing.
 
     Returns:
       32 bytes, equal for equal input in any process.

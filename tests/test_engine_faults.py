@@ -206,7 +206,7 @@ def test_an_interrupt_waits_for_the_step_and_its_outputs_are_not_lost(llm, monke
                 interrupts += 1
     assert interrupts == 24
     assert tokens_of(outputs) == [expected]
-    assert engine.scheduler.num_preemptions == 0 or outputs[0].metrics.num_preemptions == 0
+    assert outputs[0].metrics.num_preemptions == 0
 
 
 def test_half_processed_steps_are_sampled_again_alike(llm, monkeypatch):

@@ -83,7 +83,7 @@ class Buckets:
         """Sequences in powers of four or so (1, 8, 32, 128, ...), tokens in powers of two from 32.
 
         Few sequence buckets suffice: a decode step's cost is mostly the reading of weights, and
-        attention costs nothing for padding. A prefill step's cost is its tokens, so those buckets
+        padding costs attention little. A prefill step's cost is its tokens, so those buckets
         stand closer.
         """
         seqs = [n for n in (1, 8, 32, 128, 512, 2048) if n < max_num_seqs] + [max_num_seqs]

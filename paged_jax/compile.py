@@ -71,13 +71,6 @@ class StepRunner:
         self.params = params
         self.pool = pool
         self.buckets = buckets
-        self._make_pool = functools.partial(
-            KVPool.create,
-            config,
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            dtype=pool.layers[0].dtype,
-        )
         self._lower = functools.partial(
             lower_step, config=config, buckets=buckets, implementation=attention_implementation
         )
@@ -106,7 +99,7 @@ class StepRunner:
         """Makes a new pool if a step failed with the old one in its hands; True if it did."""
         if not self.pool.is_deleted():
             return False
-        self.pool = self._make_pool()
+        self.pool = self.pool.empty_like()
         return True
 
     def _compile(self, shape: StepShape) -> jax.stages.Compiled:

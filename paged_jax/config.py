@@ -79,7 +79,8 @@ class EngineConfig:
       block_size: tokens a block.
       enable_prefix_caching: share full blocks of equal prefixes.
       tensor_parallel_size: devices a model is split over; only 1 so far.
-      attention_implementation: None (the fastest for the device), "xla" or "reference".
+      attention_implementation: None (the fastest for the device), "xla", "reference", or "tpu": the
+        TPU's kernels, which run on other devices too, interpreted and very slow.
       disable_log_stats: False logs a line of throughput and cache use every ten seconds.
       warmup: compile every step shape before the first request; without it, each when first needed.
     """

@@ -13,7 +13,7 @@ from paged_jax.calls import Calls
 from paged_jax.compile import StepRunner, enable_persistent_cache
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
-from paged_jax.kv_pool import KVPool
+from paged_jax.kv_pool import KVPool, uses_tpu_kernels
 from paged_jax.models.loader import LoadedModel, load_model
 from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import (
@@ -304,6 +304,7 @@ def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: Engine
             num_blocks=scheduler_config.num_blocks,
             block_size=scheduler_config.block_size,
             dtype=dtype,
+            for_tpu=uses_tpu_kernels(config.attention_implementation),
         )
     except (jax.errors.JaxRuntimeError, MemoryError) as error:
         raise ValueError(

@@ -11,7 +11,7 @@ import jax
 from paged_jax.batch import Buckets
 from paged_jax.compile import lower_step, temporary_bytes
 from paged_jax.config import EngineConfig, SchedulerConfig
-from paged_jax.kv_pool import KVPool
+from paged_jax.kv_pool import KVPool, uses_tpu_kernels
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
 
@@ -45,7 +45,12 @@ def resolve(
         max_model_len=max_model_len,
         block_size=config.block_size,
     )
-    bytes_a_block = model.kv_bytes_per_token(dtype.itemsize) * config.block_size
+    pool_form: dict[str, Any] = dict(
+        block_size=config.block_size,
+        dtype=dtype,
+        for_tpu=uses_tpu_kernels(config.attention_implementation),
+    )
+    bytes_a_block = KVPool.bytes_a_block(model, **pool_form)
     if config.num_gpu_blocks_override is not None:
         num_blocks = config.num_gpu_blocks_override
     else:
@@ -56,7 +61,7 @@ def resolve(
             room = int(available_host_bytes() * config.gpu_memory_utilization)
             pool_bytes = min(room, max(CPU_POOL_BYTES, longest))
         else:
-            pool_bytes = _device_room(config, model, params, buckets, dtype, device)
+            pool_bytes = _device_room(config, model, params, buckets, pool_form, device)
         num_blocks = max(pool_bytes, 0) // bytes_a_block
         if num_blocks < 2:
             mend = (
@@ -117,7 +122,12 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _device_room(
-    config: EngineConfig, model: ModelConfig, params, buckets: Buckets, dtype, device: Any
+    config: EngineConfig,
+    model: ModelConfig,
+    params,
+    buckets: Buckets,
+    pool_form: dict[str, Any],
+    device: Any,
 ) -> int:
     """The device's memory times utilisation, less what is in use, less the largest step's."""
     stats = device.memory_stats()
@@ -125,9 +135,7 @@ def _device_room(
         raise ValueError(
             f"{device} does not report its memory; set kv_cache_memory_bytes to the pool's size"
         )
-    small_pool = jax.eval_shape(
-        lambda: KVPool.create(model, num_blocks=2, block_size=config.block_size, dtype=dtype)
-    )
+    small_pool = jax.eval_shape(lambda: KVPool.create(model, num_blocks=2, **pool_form))
     largest = lower_step(
         params,
         small_pool,

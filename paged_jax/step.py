@@ -62,7 +62,7 @@ def forward(
     # Only the last token of each sequence meets the output head, the widest product of all.
     last_rows = jnp.maximum(batch.query_starts[1:] - 1, 0)
     logits = model.logits(params, hidden[last_rows], config=config, tensor_axis=tensor_axis)
-    return KVPool(layers=tuple(layers)), logits
+    return KVPool(layers=tuple(layers), head_dim=pool.head_dim), logits
 
 
 def sample_step(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import math
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import attention_reference, attention_xla
+from pallas_kernels import attention_checks as checks
+from pallas_kernels import attention_reference, attention_tpu, attention_xla
 from pallas_kernels.attention_plan import AttentionPlan, make_plan
-from pallas_kernels.pool_storage import SCALED_POOL_DTYPES, check_pool
+from pallas_kernels.pool_storage import check_pool, pool_layout
 
-IMPLEMENTATIONS = ("reference", "xla")
-_QUERY_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+IMPLEMENTATIONS = ("reference", "xla", "tpu")
 
 
 def ragged_paged_attention(
@@ -30,10 +31,13 @@ def ragged_paged_attention(
     sinks: jax.Array | None = None,
     k_scale: jax.Array | None = None,
     v_scale: jax.Array | None = None,
+    causal: bool = True,
+    return_lse: bool = False,
+    decode_only: bool = False,
     implementation: str | None = None,
     plan: AttentionPlan | None = None,
-) -> jax.Array:
-    """Causal attention of a ragged batch of queries over a paged KV cache.
+) -> Any:
+    """Attention of a ragged batch of queries over a paged KV cache.
 
     The queries of sequence s are rows query_starts[s] to query_starts[s + 1] of `q`, and are its
     last q_len tokens: query i stands at position kv_lens[s] - q_len + i and sees the tokens up to
@@ -47,7 +51,8 @@ def ragged_paged_attention(
       q: float32, bfloat16 or float16 [T, Hq, D], positions already encoded.
       pool_layer: [num_blocks, 2 * Hkv, block_size, D], after this step's KV write; K of head h at
         index h, V at Hkv + h. float32, bfloat16, float16, uint16 (bfloat16 bits), int8,
-        float8_e4m3fn or float8_e5m2.
+        float8_e4m3fn or float8_e5m2. Or in a TPU's form, rows of a multiple of 128 numbers that
+        hold several tokens or a padded one: see `pool_storage`.
       kv_lens: int32[S], tokens in the cache including this step's; 0 for padding.
       block_tables: int32[S, B], blocks of each sequence in order, padded with 0.
       query_starts: int32[S + 1], cumulative; entries past num_seqs repeat the total.
@@ -58,12 +63,23 @@ def ragged_paged_attention(
       sinks: float[Hq]; if given, a logit a head that takes weight in the softmax, with no value.
       k_scale, v_scale: float[Hkv]; stored K (V) times its head's scale is the real K (V). Needed
         for int8 and float8 pools.
-      implementation: "xla", "reference", or None for the best on this backend ("xla").
+      causal: False lets every query of a sequence see all its kv_lens[s] tokens, of which there
+        may be fewer than queries. Not with a sliding_window.
+      return_lse: whether to return the log of the softmax's denominator too, which makes partial
+        results over disjoint tokens mergeable: `merge_attention`. Not with sinks, which every
+        part would count again; they come in once, after the merge.
+      decode_only: promises that every sequence has one query row, which spares the program the
+        code for prefills. The rows of longer sequences are then undefined.
+      implementation: "tpu" (a Pallas kernel; interpreted where there is no TPU), "xla",
+        "reference", or None for the best that takes these arguments on this backend.
       plan: from `plan_attention` on the same batch, to share it between layers; made here if
-        None. Only for "xla".
+        None. Only for "xla", which it selects if `implementation` is None. A plan for decodes
+        only is itself the promise of decode_only.
 
     Returns:
-      [T, Hq, D], the dtype of `q`.
+      [T, Hq, D], the dtype of `q`. With return_lse, a pair: that, and float32[T, Hq], the log of
+      the sum of exp(score) over the tokens that the row sees, scores scaled and capped; -inf for
+      rows that see no token and for rows of padding.
 
     Raises:
       ValueError: a shape or value does not fit; the message names it and what would.
@@ -73,7 +89,7 @@ def ragged_paged_attention(
     FlashAttention's (arXiv 2205.14135), the split of long decodes Flash-Decoding's.
     """
     num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
-    _check_are_arrays(
+    checks.check_are_arrays(
         q=q,
         pool_layer=pool_layer,
         kv_lens=kv_lens,
@@ -82,21 +98,16 @@ def ragged_paged_attention(
         num_seqs=num_seqs,
     )
     check_pool(pool_layer)
-    _check_queries(q, pool_layer)
-    _check_batch(kv_lens, block_tables, query_starts, num_seqs)
-    _check_scores(scale, sliding_window, soft_cap)
-    _check_head_vector("sinks", sinks, q.shape[1])
-    _check_scales(pool_layer, k_scale, v_scale)
+    checks.check_queries(q, pool_layer)
+    checks.check_batch(kv_lens, block_tables, query_starts, num_seqs)
+    checks.check_scores(scale, sliding_window, soft_cap, causal)
+    checks.check_sinks(sinks, q.shape[1], return_lse)
+    checks.check_scales(pool_layer, k_scale, v_scale)
     # Numpy's arrays would fail where a traced value indexes them.
     q, pool_layer = jnp.asarray(q), jnp.asarray(pool_layer)
-    kv_lens, block_tables, query_starts, num_seqs = map(
-        jnp.asarray, (kv_lens, block_tables, query_starts, num_seqs)
+    kv_lens, block_tables, query_starts, num_seqs = batch = tuple(
+        map(jnp.asarray, (kv_lens, block_tables, query_starts, num_seqs))
     )
-    name = implementation or "xla"
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}; use None or one of {list(IMPLEMENTATIONS)}"
-        )
     options: dict[str, Any] = dict(
         scale=scale,
         sliding_window=sliding_window,
@@ -104,26 +115,50 @@ def ragged_paged_attention(
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
+        causal=causal,
+        return_lse=return_lse,
     )
+    name = choose_implementation(implementation, plan, q, pool_layer, kv_lens, block_tables)
     if name == "reference":
-        if plan is not None:
-            raise ValueError("plan is given, but implementation 'reference' takes none; leave it")
-        return attention_reference.ragged_paged_attention(
-            q, pool_layer, kv_lens, block_tables, query_starts, num_seqs, **options
+        return attention_reference.ragged_paged_attention(q, pool_layer, *batch, **options)
+    if name == "tpu":
+        return attention_tpu.ragged_paged_attention(
+            q, pool_layer, *batch, **options, decode_only=decode_only
         )
+    limits: dict[str, Any] = dict(
+        sliding_window=sliding_window, causal=causal, decode_only=decode_only
+    )
     if plan is None:
-        plan = make_plan(
-            kv_lens,
-            block_tables,
-            query_starts,
-            num_seqs,
-            num_rows=q.shape[0],
-            block_size=pool_layer.shape[2],
-            sliding_window=sliding_window,
-            decode_only=False,
-        )
-    _check_plan(plan, q, pool_layer, kv_lens, sliding_window)
+        block_size = pool_layout(pool_layer, q.shape[2]).block_size
+        plan = make_plan(*batch, num_rows=q.shape[0], block_size=block_size, **limits)
+    checks.check_plan(plan, q, pool_layer, kv_lens, **limits)
     return attention_xla.ragged_paged_attention(q, pool_layer, plan, **options)
+
+
+def choose_implementation(
+    implementation: str | None,
+    plan: AttentionPlan | None,
+    q: jax.Array,
+    pool_layer: jax.Array,
+    kv_lens: jax.Array,
+    block_tables: jax.Array,
+) -> str:
+    """The name to run; ValueError if the named one is unknown or cannot run this."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation is {implementation!r}; use None or one of {list(IMPLEMENTATIONS)}"
+        )
+    if plan is not None and implementation not in (None, "xla"):
+        raise ValueError(
+            f"plan is given, but implementation {implementation!r} takes none; leave it"
+        )
+    may_choose_tpu = implementation is None and plan is None and jax.default_backend() == "tpu"
+    if implementation != "tpu" and not may_choose_tpu:
+        return implementation or "xla"
+    reason = attention_tpu.unsupported_reason(q, pool_layer, kv_lens, block_tables)
+    if reason is not None and implementation == "tpu":
+        raise ValueError(f"implementation 'tpu' cannot run this: {reason}; or use 'xla'")
+    return "tpu" if reason is None else "xla"
 
 
 def plan_attention(
@@ -135,6 +170,7 @@ def plan_attention(
     num_rows: int,
     block_size: int,
     sliding_window: int | None = None,
+    causal: bool = True,
     decode_only: bool = False,
 ) -> AttentionPlan:
     """The work list of a batch, to be made once a step and given to every layer's attention.
@@ -147,6 +183,7 @@ def plan_attention(
       num_rows: T, the rows of q, padding included.
       block_size: tokens a block of the pool.
       sliding_window: the layers' window in tokens, or None.
+      causal: as in `ragged_paged_attention`.
       decode_only: promises that every sequence has one query row, so that the program has no code
         for prefills (half the compile time). Rows of longer sequences then come back as zeros.
 
@@ -154,14 +191,13 @@ def plan_attention(
       ValueError, TypeError: an argument does not fit; the message names it and what would.
     """
     num_seqs = jnp.int32(num_seqs) if isinstance(num_seqs, int) else num_seqs
-    _check_are_arrays(
+    checks.check_are_arrays(
         kv_lens=kv_lens, block_tables=block_tables, query_starts=query_starts, num_seqs=num_seqs
     )
-    _check_batch(kv_lens, block_tables, query_starts, num_seqs)
-    _check_positive_int("num_rows", num_rows)
-    _check_positive_int("block_size", block_size)
-    if sliding_window is not None:
-        _check_positive_int("sliding_window", sliding_window)
+    checks.check_batch(kv_lens, block_tables, query_starts, num_seqs)
+    checks.check_positive_int("num_rows", num_rows)
+    checks.check_positive_int("block_size", block_size)
+    checks.check_window(sliding_window, causal)
     return make_plan(
         jnp.asarray(kv_lens),
         jnp.asarray(block_tables),
@@ -170,110 +206,40 @@ def plan_attention(
         num_rows=num_rows,
         block_size=block_size,
         sliding_window=sliding_window,
+        causal=causal,
         decode_only=decode_only,
     )
 
 
-def _check_are_arrays(**arrays: Any) -> None:
-    for name, array in arrays.items():
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise TypeError(f"{name} is a {type(array).__name__}; give a jax or numpy array")
+def merge_attention(
+    outs: Sequence[jax.Array], lses: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over a union of disjoint sets of tokens, from the attention over each of them.
 
+    Exact: the parts are weighted with their share of the common softmax's denominator, in float32.
 
-def _check_queries(q: jax.Array, pool_layer: jax.Array) -> None:
-    num_kv_heads, head_dim = pool_layer.shape[1] // 2, pool_layer.shape[3]
-    if q.ndim != 3 or 0 in q.shape:
-        raise ValueError(f"q has shape {tuple(q.shape)}; it must be [T, Hq, D], none of them 0")
-    if q.shape[2] != head_dim:
-        raise ValueError(f"q has head_dim {q.shape[2]}, but pool_layer has {head_dim}; match them")
-    if q.shape[1] % num_kv_heads:
-        raise ValueError(
-            f"q has {q.shape[1]} heads; use a multiple of pool_layer's {num_kv_heads} KV heads"
-        )
-    if q.dtype not in _QUERY_DTYPES:
-        raise TypeError(f"q has dtype {q.dtype}; use float32, bfloat16 or float16")
+    Args:
+      outs: one or more parts [..., D] of one shape and dtype, as `ragged_paged_attention` returns.
+      lses: float32[...] for each part: the log of its denominator, -inf where it saw nothing.
 
+    Returns:
+      (out, lse): [..., D] in the parts' dtype, and float32[...]. Where all parts saw nothing, out
+      is 0 and lse is -inf.
 
-def _check_batch(
-    kv_lens: jax.Array, block_tables: jax.Array, query_starts: jax.Array, num_seqs: jax.Array
-) -> None:
-    if kv_lens.ndim != 1 or kv_lens.shape[0] == 0:
-        raise ValueError(f"kv_lens has shape {tuple(kv_lens.shape)}; it must be [S], S >= 1")
-    max_seqs = kv_lens.shape[0]
-    if block_tables.ndim != 2 or block_tables.shape[0] != max_seqs or block_tables.shape[1] == 0:
-        raise ValueError(
-            f"block_tables has shape {tuple(block_tables.shape)}; it must be [S, B] with "
-            f"S = {max_seqs} as in kv_lens and B >= 1"
-        )
-    if query_starts.shape != (max_seqs + 1,):
-        raise ValueError(
-            f"query_starts has shape {tuple(query_starts.shape)}; it must be [S + 1] = "
-            f"[{max_seqs + 1}]"
-        )
-    if num_seqs.shape != ():
-        raise ValueError(f"num_seqs has shape {tuple(num_seqs.shape)}; it must be a scalar")
-    named = dict(
-        kv_lens=kv_lens, block_tables=block_tables, query_starts=query_starts, num_seqs=num_seqs
-    )
-    for name, array in named.items():
-        if array.dtype != jnp.int32:
-            raise TypeError(f"{name} has dtype {array.dtype}; use int32")
+    Raises:
+      ValueError: numbers or shapes of the parts do not fit each other.
 
-
-def _check_scores(scale: float, sliding_window: int | None, soft_cap: float | None) -> None:
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise ValueError(
-            f"scale is {scale!r}; it must be a finite Python number, usually head_dim ** -0.5"
-        )
-    if sliding_window is not None:
-        _check_positive_int("sliding_window", sliding_window)
-    if soft_cap is not None and not (math.isfinite(soft_cap) and soft_cap > 0):
-        raise ValueError(f"soft_cap is {soft_cap}; use a number above 0, or None for no cap")
-
-
-def _check_positive_int(name: str, value: int) -> None:
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} is {value!r}; use an int of at least 1")
-
-
-def _check_head_vector(name: str, vector: jax.Array | None, num_heads: int) -> None:
-    if vector is None:
-        return
-    if vector.shape != (num_heads,):
-        raise ValueError(f"{name} has shape {tuple(vector.shape)}; it must be [{num_heads}]")
-    if not jnp.issubdtype(vector.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {vector.dtype}; use float32")
-
-
-def _check_scales(
-    pool_layer: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None
-) -> None:
-    for name, vector in (("k_scale", k_scale), ("v_scale", v_scale)):
-        _check_head_vector(name, vector, pool_layer.shape[1] // 2)
-        if vector is None and pool_layer.dtype in SCALED_POOL_DTYPES:
-            raise ValueError(
-                f"{name} is None; a pool of {pool_layer.dtype} needs one scale a KV head, "
-                f"float32[{pool_layer.shape[1] // 2}]"
-            )
-
-
-def _check_plan(
-    plan: AttentionPlan,
-    q: jax.Array,
-    pool_layer: jax.Array,
-    kv_lens: jax.Array,
-    sliding_window: int | None,
-) -> None:
-    planned = (plan.row_ranks.shape[0], plan.rank_rows.shape[0], plan.block_size)
-    given = (q.shape[0], kv_lens.shape[0], pool_layer.shape[2])
-    if planned != given:
-        raise ValueError(
-            f"plan was made for (rows, sequences, block_size) = {planned}, but this batch has "
-            f"{given}; call plan_attention on this batch"
-        )
-    widest = plan.sliding_window
-    if widest is not None and (sliding_window is None or sliding_window > widest):
-        raise ValueError(
-            f"plan was made for a sliding_window of {widest}, but this call has "
-            f"{sliding_window}; make a plan for the wider window"
-        )
+    Source: the rescaling of the online softmax (arXiv 1805.02867), between parts instead of steps.
+    """
+    checks.check_parts(outs, lses)
+    largest = functools.reduce(jnp.maximum, lses)
+    # -inf - -inf is no number; any finite stand-in gives weights of 0.
+    largest = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    weights = [jnp.exp(lse - largest) for lse in lses]
+    total = sum(weights[1:], weights[0])
+    parts = [
+        weight[..., None] * out.astype(jnp.float32)
+        for weight, out in zip(weights, outs, strict=True)
+    ]
+    out = sum(parts[1:], parts[0]) / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return out.astype(outs[0].dtype), largest + jnp.log(total)

@@ -51,12 +51,16 @@ class AttentionPlan:
     tile_num_rows: jax.Array
     # int32[P]: position of the tile's first row in its sequence
     tile_positions: jax.Array
+    # int32[P]: the tile's rows see no token of the sequence from this position on
+    tile_kv_ends: jax.Array
     # int32[S, W]: block tables padded with the null block to whole prefill chunks
     prefill_tables: jax.Array
     decode_items_per_group: int = struct.field(pytree_node=False)
     prefill_tile_rows: int = struct.field(pytree_node=False)
     # Whether there are decodes only; then no prefill tile is looked at.
     decode_only: bool = struct.field(pytree_node=False)
+    # Whether a query sees the tokens up to its own; otherwise it sees all of its sequence's.
+    causal: bool = struct.field(pytree_node=False)
     block_size: int = struct.field(pytree_node=False)
     # The widest window the items cover, in tokens; None covers everything.
     sliding_window: int | None = struct.field(pytree_node=False)
@@ -76,6 +80,7 @@ def make_plan(
     num_rows: int,
     block_size: int,
     sliding_window: int | None,
+    causal: bool,
     decode_only: bool,
 ) -> AttentionPlan:
     """Arguments as in `pallas_kernels.plan_attention`, already checked."""
@@ -99,6 +104,7 @@ def make_plan(
             jnp.where(is_real & (query_lens > 1), query_lens, 0),
             num_rows=num_rows,
             tile_rows=tile_rows,
+            causal=causal,
         ),
         prefill_tables=_pad_columns(
             block_tables, blocks_per_chunk(PREFILL_CHUNK_TOKENS, block_size)
@@ -106,6 +112,7 @@ def make_plan(
         decode_items_per_group=_items_per_group(max_seqs),
         prefill_tile_rows=tile_rows,
         decode_only=decode_only,
+        causal=causal,
         block_size=block_size,
         sliding_window=sliding_window,
     )
@@ -169,17 +176,21 @@ def _prefill_tiles(
     *,
     num_rows: int,
     tile_rows: int,
+    causal: bool,
 ) -> dict[str, jax.Array]:
     max_tiles = num_rows // tile_rows + min(kv_lens.shape[0], num_rows // 2)
     num_tiles = -(-query_lens // tile_rows)
     seqs, tiles, num_prefill_tiles = _expand(num_tiles, max(max_tiles, 1))
     offsets = tiles * tile_rows
+    positions = (kv_lens - query_lens)[seqs] + offsets
+    tile_num_rows = jnp.minimum(query_lens[seqs] - offsets, tile_rows)
     return dict(
         num_prefill_tiles=num_prefill_tiles,
         tile_seqs=seqs,
         tile_rows=query_starts[seqs] + offsets,
-        tile_num_rows=jnp.minimum(query_lens[seqs] - offsets, tile_rows),
-        tile_positions=(kv_lens - query_lens)[seqs] + offsets,
+        tile_num_rows=tile_num_rows,
+        tile_positions=positions,
+        tile_kv_ends=positions + tile_num_rows if causal else kv_lens[seqs],
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.pool_storage import to_float32
+from pallas_kernels.pool_storage import pool_layout, to_float32, token_rows
 
 
 def ragged_paged_attention(
@@ -26,17 +26,23 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
-) -> jax.Array:
+    causal: bool,
+    return_lse: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Arguments, shapes and result as in `pallas_kernels.ragged_paged_attention`, checked."""
     num_rows, num_q_heads, head_dim = q.shape
-    num_kv_heads, block_size = pool_layer.shape[1] // 2, pool_layer.shape[2]
+    layout = pool_layout(pool_layer, head_dim)
+    num_kv_heads, block_size = layout.num_kv_heads, layout.block_size
     heads_per_kv = num_q_heads // num_kv_heads
     max_kv_tokens = block_tables.shape[1] * block_size
     rows, kv_positions = jnp.arange(num_rows), jnp.arange(max_kv_tokens)
 
-    def one_sequence(out: jax.Array, seq: jax.Array) -> tuple[jax.Array, None]:
-        """Adds the rows of sequence `seq` to out: float32[T, Hq, D]."""
-        pages = pool_layer[block_tables[seq]]  # [B, 2 * Hkv, block_size, D]
+    def one_sequence(
+        state: tuple[jax.Array, jax.Array], seq: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        """Puts the rows of sequence `seq` into out: float32[T, Hq, D] and lse: float32[T, Hq]."""
+        out, lse = state
+        pages = token_rows(pool_layer[block_tables[seq]], layout)  # [B, 2 * Hkv, block_size, D]
         kv = to_float32(pages.swapaxes(0, 1)).reshape(2, num_kv_heads, max_kv_tokens, head_dim)
         in_cache = (kv_positions < kv_lens[seq])[:, None]
         k, v = jnp.where(in_cache, kv[0], 0.0), jnp.where(in_cache, kv[1], 0.0)
@@ -52,7 +58,9 @@ def ragged_paged_attention(
         first_row, end_row = query_starts[seq], query_starts[seq + 1]
         positions = kv_lens[seq] - (end_row - rows)  # of each query, were it of this sequence
         is_own = (rows >= first_row) & (rows < end_row) & (seq < num_seqs)
-        visible = is_own[:, None] & (kv_positions <= positions[:, None])
+        visible = is_own[:, None] & (kv_positions < kv_lens[seq])
+        if causal:
+            visible &= kv_positions <= positions[:, None]
         if sliding_window is not None:
             visible &= kv_positions > positions[:, None] - sliding_window
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -62,11 +70,17 @@ def ragged_paged_attention(
             scores = jnp.concatenate([scores, sink], axis=-1)
         largest = jnp.maximum(scores.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
         weights = jnp.exp(scores - largest)
-        weights /= jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+        total = weights.sum(axis=-1, keepdims=True)
+        own_lse = (largest + jnp.log(total))[..., 0].T
+        weights /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
         attended = jnp.einsum("htc,hcd->thd", weights[..., :max_kv_tokens], v)
-        return jnp.where(is_own[:, None, None], attended, out), None
+        out = jnp.where(is_own[:, None, None], attended, out)
+        return (out, jnp.where(is_own[:, None], own_lse, lse)), None
 
-    start = jnp.zeros((num_rows, num_q_heads, head_dim), jnp.float32)
+    start = (
+        jnp.zeros((num_rows, num_q_heads, head_dim), jnp.float32),
+        jnp.full((num_rows, num_q_heads), -jnp.inf, jnp.float32),
+    )
     with jax.default_matmul_precision("highest"):
-        out, _ = lax.scan(one_sequence, start, jnp.arange(kv_lens.shape[0]))
-    return out.astype(q.dtype)
+        (out, lse), _ = lax.scan(one_sequence, start, jnp.arange(kv_lens.shape[0]))
+    return (out.astype(q.dtype), lse) if return_lse else out.astype(q.dtype)

@@ -29,6 +29,7 @@ heads of 64, float32, jax 0.12 / 0.10.2, on two cores shared with other work):
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ from pallas_kernels.attention_plan import (
     AttentionPlan,
     blocks_per_chunk,
 )
-from pallas_kernels.pool_storage import to_float32
+from pallas_kernels.pool_storage import PoolLayout, pool_layout, to_float32, token_rows
 
 # Stands for the maximum over no score: small, and finite, so that differences stay numbers.
 _LOWEST = -1e30
@@ -54,6 +55,13 @@ class _Softmax(NamedTuple):
     weighted: jax.Array  # float32[..., D]: sum of exp(score - largest) * V
 
 
+class _Rows(NamedTuple):
+    """Finished rows; leading axes as in `_Softmax`."""
+
+    out: jax.Array  # float32[..., D]: 0 for rows that see no token
+    lse: jax.Array | None  # float32[...]: -inf for rows that see no token; None if not asked for
+
+
 def ragged_paged_attention(
     q: jax.Array,
     pool_layer: jax.Array,
@@ -65,10 +73,13 @@ def ragged_paged_attention(
     sinks: jax.Array | None,
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
-) -> jax.Array:
+    causal: bool,
+    return_lse: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of q [T, Hq, D] over the items of `plan`; other arguments checked, as in the op."""
-    num_rows, _, head_dim = q.shape
-    num_kv_heads = pool_layer.shape[1] // 2
+    num_rows, num_q_heads, head_dim = q.shape
+    layout = pool_layout(pool_layer, head_dim)
+    num_kv_heads = layout.num_kv_heads
     grouped = q.astype(jnp.float32).reshape(num_rows, num_kv_heads, -1, head_dim) * scale
     if k_scale is not None:
         grouped *= k_scale.astype(jnp.float32)[:, None, None]
@@ -76,26 +87,51 @@ def ragged_paged_attention(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
 
-    decoded = _finish(_decodes(grouped, pool_layer, plan, **limits), sinks)
-    others = jnp.zeros_like(grouped)
+    state = _decodes(grouped, pool_layer, layout, plan, **limits)
+    decoded = _finish(state, sinks, return_lse)
+    others = _blank_rows(grouped.shape, return_lse)
     if not plan.decode_only:
-        others = _prefills(grouped, pool_layer, plan, sinks, **limits)[:num_rows]
-    ranks = plan.row_ranks
-    out = jnp.where(ranks[:, None, None, None] >= 0, decoded[ranks], others)
+        others = _prefills(
+            grouped, pool_layer, layout, plan, sinks, **limits, causal=causal, return_lse=return_lse
+        )
+    is_decode = plan.row_ranks >= 0
+
+    def pick(decodes: jax.Array, prefills: jax.Array) -> jax.Array:
+        mask = is_decode.reshape(-1, *(1,) * (prefills.ndim - 1))
+        return jnp.where(mask, decodes[plan.row_ranks], prefills[:num_rows])
+
+    out, lse = jax.tree.map(pick, decoded, others)
     if v_scale is not None:
         out *= v_scale.astype(jnp.float32)[:, None, None]
-    return out.reshape(q.shape).astype(q.dtype)
+    out = out.reshape(q.shape).astype(q.dtype)
+    return (out, lse.reshape(num_rows, num_q_heads)) if return_lse else out
 
 
-def _finish(state: _Softmax, sinks: jax.Array | None) -> jax.Array:
-    """The rows' outputs, [..., D]; a sink [Hkv, G] takes weight and gives no value."""
+def _empty_softmax(shape: tuple[int, ...]) -> _Softmax:
+    """The state of rows [..., D] that have seen no token."""
+    return _Softmax(
+        jnp.full(shape[:-1], _LOWEST, jnp.float32),
+        jnp.zeros(shape[:-1], jnp.float32),
+        jnp.zeros(shape, jnp.float32),
+    )
+
+
+def _finish(state: _Softmax, sinks: jax.Array | None, return_lse: bool) -> _Rows:
+    """The rows of a finished state; a sink [Hkv, G] takes weight and gives no value."""
     total, weighted = state.total, state.weighted
     if sinks is not None:
         largest = jnp.maximum(state.largest, sinks)
         correction = jnp.exp(state.largest - largest)
         total = total * correction + jnp.exp(sinks - largest)
         weighted = weighted * correction[..., None]
-    return weighted / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    out = weighted / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    return _Rows(out, state.largest + jnp.log(state.total) if return_lse else None)
+
+
+def _blank_rows(shape: tuple[int, ...], return_lse: bool) -> _Rows:
+    """Rows [..., D] that see no token."""
+    lse = jnp.full(shape[:-1], -jnp.inf, jnp.float32) if return_lse else None
+    return _Rows(jnp.zeros(shape, jnp.float32), lse)
 
 
 def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
@@ -108,6 +144,7 @@ def _capped(scores: jax.Array, soft_cap: float | None) -> jax.Array:
 def _decodes(
     grouped: jax.Array,
     pool_layer: jax.Array,
+    layout: PoolLayout,
     plan: AttentionPlan,
     *,
     sliding_window: int | None,
@@ -121,7 +158,7 @@ def _decodes(
         items = lambda field: lax.dynamic_slice_in_dim(field, index * group, group)
         ranks, starts, kv_lens = map(items, (plan.item_ranks, plan.item_starts, plan.item_kv_lens))
         # Axes: item, block, KV head, query head of the KV head, token of the block, head_dim.
-        k, v = _gather_blocks(pool_layer, items(plan.item_blocks))
+        k, v = _gather_blocks(pool_layer, layout, items(plan.item_blocks))
         offsets = jnp.arange(k.shape[1] * k.shape[3]).reshape(k.shape[1], k.shape[3])
         positions = starts[:, None, None] + offsets
         valid = positions < kv_lens[:, None, None]
@@ -154,36 +191,36 @@ def _decodes(
             lambda a, b: lax.dynamic_update_slice_in_dim(a, b, first, 0), state, new
         )
 
-    shape = (max_seqs + group, *grouped.shape[1:3])
-    empty = _Softmax(
-        jnp.full(shape, _LOWEST, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros((*shape, grouped.shape[3]), jnp.float32),
-    )
+    empty = _empty_softmax((max_seqs + group, *grouped.shape[1:]))
     return lax.fori_loop(0, plan.num_decode_groups, add_group, empty)
 
 
-def _gather_blocks(pool_layer: jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_blocks(
+    pool_layer: jax.Array, layout: PoolLayout, block_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """K and V of int32[..., B] blocks, each float32[..., B, Hkv, block_size, D]."""
-    _, two_kv_heads, block_size, head_dim = pool_layer.shape
-    halves = pool_layer.reshape(-1, two_kv_heads // 2 * block_size * head_dim)
-    shape = (*block_ids.shape, two_kv_heads // 2, block_size, head_dim)
-    return (
-        _gather_rows(halves, 2 * block_ids).reshape(shape),
-        _gather_rows(halves, 2 * block_ids + 1).reshape(shape),
-    )
+    one_half = (layout.num_kv_heads, layout.rows, layout.width)
+    halves = pool_layer.reshape(-1, math.prod(one_half))
+
+    def tokens_of(ids: jax.Array) -> jax.Array:
+        return token_rows(_gather_rows(halves, ids).reshape(*ids.shape, *one_half), layout)
+
+    return tokens_of(2 * block_ids), tokens_of(2 * block_ids + 1)
 
 
-def _gather_heads(pool_layer: jax.Array, block_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_heads(
+    pool_layer: jax.Array, layout: PoolLayout, block_ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """K and V of int32[B] blocks, each float32[Hkv, B * block_size, D]."""
-    _, two_kv_heads, block_size, head_dim = pool_layer.shape
-    pages = pool_layer.reshape(-1, block_size * head_dim)
-    page_ids = block_ids * two_kv_heads + jnp.arange(two_kv_heads // 2)[:, None]
-    shape = (two_kv_heads // 2, -1, head_dim)
-    return (
-        _gather_rows(pages, page_ids).reshape(shape),
-        _gather_rows(pages, page_ids + two_kv_heads // 2).reshape(shape),
-    )
+    num_kv_heads = layout.num_kv_heads
+    pages = pool_layer.reshape(-1, layout.rows * layout.width)
+    page_ids = block_ids * 2 * num_kv_heads + jnp.arange(num_kv_heads)[:, None]
+
+    def tokens_of(ids: jax.Array) -> jax.Array:
+        rows = _gather_rows(pages, ids).reshape(*ids.shape, layout.rows, layout.width)
+        return token_rows(rows, layout).reshape(num_kv_heads, -1, layout.head_dim)
+
+    return tokens_of(page_ids), tokens_of(page_ids + num_kv_heads)
 
 
 def _gather_rows(table: jax.Array, row_ids: jax.Array) -> jax.Array:
@@ -207,33 +244,35 @@ def _gather_rows(table: jax.Array, row_ids: jax.Array) -> jax.Array:
 def _prefills(
     grouped: jax.Array,
     pool_layer: jax.Array,
+    layout: PoolLayout,
     plan: AttentionPlan,
     sinks: jax.Array | None,
     *,
     sliding_window: int | None,
     soft_cap: float | None,
-) -> jax.Array:
-    """float32[T + tile rows, Hkv, G, D]: the prefill rows' outputs, zeros elsewhere."""
-    num_rows, num_kv_heads, heads_per_kv, head_dim = grouped.shape
-    tile = plan.prefill_tile_rows
+    causal: bool,
+    return_lse: bool,
+) -> _Rows:
+    """The prefill rows, blank rows elsewhere: leading axes [T + tile rows, Hkv, G]."""
+    num_rows, tile = grouped.shape[0], plan.prefill_tile_rows
     chunk_blocks = blocks_per_chunk(PREFILL_CHUNK_TOKENS, plan.block_size)
     chunk_tokens = chunk_blocks * plan.block_size
     padded_q = jnp.pad(grouped, ((0, tile), (0, 0), (0, 0), (0, 0)))
 
-    def one_tile(index: jax.Array, out: jax.Array) -> jax.Array:
+    def one_tile(index: jax.Array, rows: _Rows) -> _Rows:
         first_row, position = plan.tile_rows[index], plan.tile_positions[index]
-        num_tile_rows = plan.tile_num_rows[index]
+        num_tile_rows, kv_end = plan.tile_num_rows[index], plan.tile_kv_ends[index]
         table = plan.prefill_tables[plan.tile_seqs[index]]
         q_tile = lax.dynamic_slice_in_dim(padded_q, first_row, tile).transpose(1, 2, 0, 3)
         positions = position + jnp.arange(tile)[:, None]
-        last = position + num_tile_rows - 1
 
         def add_chunk(chunk: jax.Array, state: _Softmax) -> _Softmax:
             blocks = lax.dynamic_slice_in_dim(table, chunk * chunk_blocks, chunk_blocks)
-            k, v = _gather_heads(pool_layer, blocks)
+            k, v = _gather_heads(pool_layer, layout, blocks)
             kv_positions = chunk * chunk_tokens + jnp.arange(chunk_tokens)
-            v = jnp.where((kv_positions <= last)[:, None], v, 0.0)
-            visible = kv_positions <= positions
+            in_reach = kv_positions < kv_end
+            v = jnp.where(in_reach[:, None], v, 0.0)
+            visible = kv_positions <= positions if causal else in_reach
             if sliding_window is not None:
                 visible &= kv_positions > positions - sliding_window
             scores = _capped(jnp.einsum("hgrd,hcd->hgrc", q_tile, k), soft_cap)
@@ -247,25 +286,24 @@ def _prefills(
                 state.weighted * correction[..., None] + jnp.einsum("hgrc,hcd->hgrd", weights, v),
             )
 
-        shape = (num_kv_heads, heads_per_kv, tile)
-        state = _Softmax(
-            jnp.full(shape, _LOWEST, jnp.float32),
-            jnp.zeros(shape, jnp.float32),
-            jnp.zeros((*shape, head_dim), jnp.float32),
-        )
+        state = _empty_softmax(q_tile.shape)
         first_chunk = 0
         if sliding_window is not None:
             first_chunk = jnp.maximum(position - sliding_window + 1, 0) // chunk_tokens
-        state = lax.fori_loop(first_chunk, last // chunk_tokens + 1, add_chunk, state)
-        rows = _finish(state, None if sinks is None else sinks[..., None]).transpose(2, 0, 1, 3)
-        # Rows past the tile's end belong to others.
-        is_own = (jnp.arange(tile) < num_tile_rows)[:, None, None, None]
-        others = lax.dynamic_slice_in_dim(out, first_row, tile)
-        return lax.dynamic_update_slice_in_dim(
-            out, jnp.where(is_own, rows, others), first_row, axis=0
-        )
+        state = lax.fori_loop(first_chunk, -(-kv_end // chunk_tokens), add_chunk, state)
 
-    out = jnp.zeros((num_rows + tile, num_kv_heads, heads_per_kv, head_dim), jnp.float32)
+        def put(into: jax.Array, of_tile: jax.Array) -> jax.Array:
+            of_tile = jnp.moveaxis(of_tile, 2, 0)
+            # Rows past the tile's end belong to others.
+            is_own = (jnp.arange(tile) < num_tile_rows).reshape(-1, *(1,) * (into.ndim - 1))
+            others = lax.dynamic_slice_in_dim(into, first_row, tile)
+            own = jnp.where(is_own, of_tile, others)
+            return lax.dynamic_update_slice_in_dim(into, own, first_row, axis=0)
+
+        sinks_of_rows = None if sinks is None else sinks[..., None]
+        return jax.tree.map(put, rows, _finish(state, sinks_of_rows, return_lse))
+
+    rows = _blank_rows((num_rows + tile, *grouped.shape[1:]), return_lse)
     if num_rows < 2:
-        return out
-    return lax.fori_loop(0, plan.num_prefill_tiles, one_tile, out)
+        return rows
+    return lax.fori_loop(0, plan.num_prefill_tiles, one_tile, rows)

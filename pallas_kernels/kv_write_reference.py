@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.pool_storage import to_storage
+from pallas_kernels.pool_storage import pool_layout
 
 
 def write_kv(
@@ -13,15 +14,20 @@ def write_kv(
 ) -> jax.Array:
     """Writes row after row. Arguments as in `pallas_kernels.write_kv`, already checked.
 
-    pool_layer [num_blocks, 2 * Hkv, block_size, D], k and v [T, Hkv, D], slot_mapping int32[T].
+    pool_layer [num_blocks, 2 * Hkv, rows, width]; k and v [T, Hkv, D] in the pool's dtype;
+    slot_mapping int32[T].
     """
-    num_blocks, num_kv_heads, block_size = pool_layer.shape[0], k.shape[1], pool_layer.shape[2]
+    layout = pool_layout(pool_layer, k.shape[2])
+    is_filled_up = layout.tokens_per_row == 1
+    num_fill_lanes = layout.width - layout.head_dim if is_filled_up else 0
+    tokens = jnp.pad(jnp.concatenate([k, v], axis=1), ((0, 0), (0, 0), (0, num_fill_lanes)))
 
-    def write_row(row: jax.Array, pool: jax.Array) -> jax.Array:
-        slot = slot_mapping[row]
-        block, offset = slot // block_size, slot % block_size
-        written = pool.at[block, :num_kv_heads, offset].set(to_storage(k[row], pool.dtype))
-        written = written.at[block, num_kv_heads:, offset].set(to_storage(v[row], pool.dtype))
-        return lax.select((slot >= 0) & (block < num_blocks), written, pool)
+    def write_row(index: jax.Array, pool: jax.Array) -> jax.Array:
+        slot = slot_mapping[index]
+        block, offset = slot // layout.block_size, slot % layout.block_size
+        row, place = offset // layout.tokens_per_row, offset % layout.tokens_per_row
+        start = (block, 0, row, place * layout.head_dim)
+        written = lax.dynamic_update_slice(pool, tokens[index][None, :, None], start)
+        return lax.select((slot >= 0) & (block < layout.num_blocks), written, pool)
 
     return lax.fori_loop(0, k.shape[0], write_row, pool_layer)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.pool_storage import to_storage
+from pallas_kernels.pool_storage import pool_layout
 
 
 def write_kv(
@@ -22,11 +22,16 @@ def write_kv(
 ) -> jax.Array:
     """One scatter of K and V together. Arguments as in `pallas_kernels.write_kv`, checked.
 
-    pool_layer [num_blocks, 2 * Hkv, block_size, D], k and v [T, Hkv, D], slot_mapping int32[T].
+    pool_layer [num_blocks, 2 * Hkv, rows, width]; k and v [T, Hkv, D] in the pool's dtype;
+    slot_mapping int32[T].
     """
-    block_size = pool_layer.shape[2]
-    rows = to_storage(jnp.concatenate([k, v], axis=1), pool_layer.dtype)
+    layout = pool_layout(pool_layer, k.shape[2])
+    token_width = layout.width // layout.tokens_per_row
+    tokens = jnp.concatenate([k, v], axis=1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, token_width - layout.head_dim)))
+    # A row a token: the same bytes.
+    pool = pool_layer.reshape(*pool_layer.shape[:2], layout.block_size, token_width)
     # A negative index would wrap to the pool's end; past the end is dropped.
-    block_ids = jnp.where(slot_mapping < 0, pool_layer.shape[0], slot_mapping // block_size)
-    offsets = slot_mapping % block_size
-    return pool_layer.at[block_ids, :, offsets].set(rows, mode="drop")
+    block_ids = jnp.where(slot_mapping < 0, layout.num_blocks, slot_mapping // layout.block_size)
+    offsets = slot_mapping % layout.block_size
+    return pool.at[block_ids, :, offsets].set(tokens, mode="drop").reshape(pool_layer.shape)

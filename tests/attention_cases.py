@@ -27,6 +27,10 @@ class Shape:
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    causal: bool = True
+    return_lse: bool = False
+    # Numbers a row of the pool, where it is not head_dim: tokens share rows or are padded.
+    pool_width: int | None = None
 
     @property
     def max_kv_tokens(self) -> int:
@@ -50,6 +54,8 @@ class Case:
 
 def make_case(shape: Shape, lengths: list[tuple[int, int]], seed: int) -> Case:
     """A batch of (query tokens, tokens before them) a sequence, every other slot poisoned.
+
+    The tokens before may be negative where queries are not causal: more queries than tokens.
 
     Tables are permuted; each sequence shares some of the first one's leading blocks with a
     chance of a half. Query rows of padding are NaN.
@@ -101,11 +107,19 @@ def _random_pool(
     where = np.broadcast_to(poisoned[:, None, :, None], pool_shape)
     if shape.pool_dtype == "int8":
         pool = rng.integers(-127, 128, pool_shape).astype(np.int8)
-        return jnp.asarray(np.where(where, np.int8(-128), pool))
-    pool = np.where(where, np.nan, rng.standard_normal(pool_shape))
+        return jnp.asarray(_widened(np.where(where, np.int8(-128), pool), shape))
+    pool = _widened(np.where(where, np.nan, rng.standard_normal(pool_shape)), shape)
     if shape.pool_dtype == "uint16":
         return jnp.asarray(pool.astype(ml_dtypes.bfloat16).view(np.uint16))
     return jnp.asarray(pool.astype(jnp.dtype(shape.pool_dtype)))
+
+
+def _widened(pool: np.ndarray, shape: Shape) -> np.ndarray:
+    """A pool of one token a row in rows of pool_width."""
+    width = shape.pool_width or shape.head_dim
+    if width % shape.head_dim == 0:
+        return pool.reshape(*pool.shape[:2], -1, width)
+    return np.pad(pool, ((0, 0), (0, 0), (0, 0), (0, width - shape.head_dim)))
 
 
 def _options(rng: np.random.Generator, shape: Shape) -> dict[str, Any]:
@@ -113,6 +127,8 @@ def _options(rng: np.random.Generator, shape: Shape) -> dict[str, Any]:
         scale=shape.head_dim**-0.5,
         sliding_window=shape.sliding_window,
         soft_cap=shape.soft_cap,
+        causal=shape.causal,
+        return_lse=shape.return_lse,
     )
     if shape.has_sinks:
         options["sinks"] = jnp.asarray(rng.standard_normal(shape.num_q_heads), jnp.float32)
@@ -125,25 +141,39 @@ def _options(rng: np.random.Generator, shape: Shape) -> dict[str, Any]:
 
 
 def oracle(case: Case) -> np.ndarray:
-    """The batch's attention in float64, one query head of one token at a time: [T, Hq, D]."""
+    """The batch's attention in float64: [T, Hq, D]."""
+    return oracle_with_lse(case)[0]
+
+
+def oracle_with_lse(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Attention [T, Hq, D] and log of its denominator [T, Hq] without the sink, in float64.
+
+    One query head of one token at a time.
+    """
     q, pool, _, tables, _, _ = (np.asarray(array) for array in case.arrays)
     if pool.dtype == np.uint16:
         pool = pool.view(ml_dtypes.bfloat16)
-    q, pool = q.astype(np.float64), pool.astype(np.float64)
     num_kv_heads, block_size = case.shape.num_kv_heads, case.shape.block_size
+    pool = pool.reshape(*pool.shape[:2], block_size, -1)[..., : case.shape.head_dim]
+    q, pool = q.astype(np.float64), pool.astype(np.float64)
     per_kv_head = case.shape.num_q_heads // num_kv_heads
     unit = np.ones(num_kv_heads)
     k_scale = np.asarray(case.options.get("k_scale", unit), np.float64)
     v_scale = np.asarray(case.options.get("v_scale", unit), np.float64)
     sinks, cap = case.options.get("sinks"), case.options["soft_cap"]
     window = case.options["sliding_window"] or case.shape.max_kv_tokens
-    out = np.zeros(q.shape)
-    row = 0
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    row = -1
     for seq, (query_len, kv_len) in enumerate(zip(case.query_lens, case.kv_lens, strict=True)):
-        slots = [(tables[seq, p // block_size], p % block_size) for p in range(kv_len)]
-        blocks, offsets = np.array(slots).T
+        tokens = np.arange(kv_len)
+        blocks, offsets = tables[seq, tokens // block_size], tokens % block_size
         for position in range(kv_len - query_len, kv_len):
+            row += 1
             seen = slice(max(0, position - window + 1), position + 1)
+            if not case.shape.causal:
+                seen = slice(0, kv_len)
+            if not tokens[seen].size:
+                continue
             for head in range(case.shape.num_q_heads):
                 kv_head = head // per_kv_head
                 k = pool[blocks[seen], kv_head, offsets[seen]] * k_scale[kv_head]
@@ -155,8 +185,8 @@ def oracle(case: Case) -> np.ndarray:
                 top = max(scores.max(), sink)
                 weights = np.exp(scores - top)
                 out[row, head] = weights @ v / (weights.sum() + np.exp(sink - top))
-            row += 1
-    return out
+                lse[row, head] = top + np.log(weights.sum())
+    return out, lse
 
 
 def relative_errors(case: Case, out: np.ndarray, expected: np.ndarray) -> list[float]:
@@ -165,5 +195,6 @@ def relative_errors(case: Case, out: np.ndarray, expected: np.ndarray) -> list[f
     errors = []
     for begin, end in itertools.pairwise(ends):
         difference = out[begin:end].astype(np.float64) - expected[begin:end]
-        errors.append(float(np.linalg.norm(difference) / np.linalg.norm(expected[begin:end])))
+        size = max(np.linalg.norm(expected[begin:end]), np.finfo(np.float32).tiny)
+        errors.append(float(np.linalg.norm(difference) / size))
     return errors

@@ -38,6 +38,23 @@ def test_the_functional_core_under_the_readers_own_jit(demo_model_path, monkeypa
     assert ours.tolist() == [output.outputs[0].token_ids for output in outputs]
 
 
+def test_the_kernels_without_the_engine(capsys):
+    names: dict = {}
+    exec(compile(program("The kernels alone"), "README.md", "exec"), names)
+    assert capsys.readouterr().out == "(4, 8, 128) True\n"
+    # The decode's row again, in numpy: its 20 tokens are all of block 2 and the first 4 of block 3.
+    pool, q = (np.asarray(names[name], np.float64) for name in ("pool", "q"))
+    group = names["num_q_heads"] // names["num_kv_heads"]
+    tokens = np.concatenate([pool[2], pool[3]], axis=1)[:, :20]
+    for head in range(names["num_q_heads"]):
+        keys = tokens[head // group]
+        values = tokens[names["num_kv_heads"] + head // group]
+        weights = np.exp(keys @ q[3, head] * names["head_dim"] ** -0.5)
+        expected = weights @ values / weights.sum()
+        np.testing.assert_allclose(names["out"][3, head], expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(pool[3, :2, 3], names["k"][3])
+
+
 @pytest.mark.parametrize("name", sorted(pj.__all__))
 def test_every_public_name_is_there_and_documented(name):
     assert (getattr(pj, name).__doc__ or "").strip()

@@ -75,10 +75,18 @@ class Buckets:
     num_seqs: tuple[int, ...]
     num_tokens: tuple[int, ...]
     table_width: int
+    # Whether decodes write and read in one kernel, so that none may read what another writes.
+    decodes_append: bool = False
 
     @classmethod
     def choose(
-        cls, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, block_size: int
+        cls,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        decodes_append: bool = False,
     ) -> Buckets:
         """Sequences in powers of four or so (1, 8, 32, 128, ...), tokens in powers of two from 32.
 
@@ -96,6 +104,7 @@ class Buckets:
             num_seqs=tuple(seqs),
             num_tokens=tuple(tokens),
             table_width=-(-max_model_len // block_size),
+            decodes_append=decodes_append,
         )
 
     def shapes(self) -> list[StepShape]:
@@ -104,9 +113,11 @@ class Buckets:
         prefills = [StepShape(n, most, False) for n in reversed(self.num_tokens)]
         return prefills + [StepShape(n, n, True) for n in reversed(self.num_seqs)]
 
-    def shape_for(self, num_tokens: int, num_seqs: int) -> StepShape:
+    def shape_for(
+        self, num_tokens: int, num_seqs: int, *, may_be_decodes: bool = True
+    ) -> StepShape:
         """The smallest shape that holds a step."""
-        if num_tokens == num_seqs:
+        if num_tokens == num_seqs and may_be_decodes:
             size = self.num_seqs[bisect.bisect_left(self.num_seqs, num_seqs)]
             return StepShape(size, size, True)
         size = self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
@@ -274,6 +285,23 @@ def decode_batch(
     )
 
 
+def _reads_what_it_writes(step: ScheduledStep, block_size: int) -> bool:
+    """Whether a sequence of the step reads a block that another one fills in it: a new request
+    whose whole prompt is in the cache, the last block from this very step on.
+    """
+    filled = {
+        chunk.request.block_ids[chunk.start // block_size]
+        for chunk in step.chunks
+        if chunk.end % block_size == 0
+    }
+    # A sequence that reads such a block has it before the one that it writes itself.
+    return any(
+        not filled.isdisjoint(chunk.request.block_ids[: chunk.start // block_size])
+        for chunk in step.chunks
+        if filled
+    )
+
+
 def build_step(
     step: ScheduledStep, buckets: Buckets, *, block_size: int
 ) -> tuple[StepShape, StepBatch, SamplingBatch]:
@@ -283,7 +311,11 @@ def build_step(
     sequence's end means nothing, and the scheduler drops it.
     """
     chunks = step.chunks
-    shape = buckets.shape_for(step.num_tokens, len(chunks))
+    shape = buckets.shape_for(
+        step.num_tokens,
+        len(chunks),
+        may_be_decodes=not (buckets.decodes_append and _reads_what_it_writes(step, block_size)),
+    )
     batch = make_batch(
         [chunk.request.token_ids[chunk.start : chunk.end] for chunk in chunks],
         [chunk.start for chunk in chunks],

@@ -147,8 +147,9 @@ def paged_attend(
     """The `attend` of a model's forward pass: write the step's keys and values, then attend.
 
     The write comes before the read, in every layer and for the whole step: so a sequence may read
-    blocks that another sequence of the same step fills, and the pool is updated in place. The
-    decodes of a step read no other's new token, and on a TPU write and read in one kernel.
+    blocks that another sequence of the same step fills, and the pool is updated in place. On a
+    TPU decodes write and read in one kernel, one after the other: `batch.build_step` takes no
+    step for decodes in which one reads what another writes.
 
     Args:
       batch: where each token's key and value go, and which blocks each sequence reads.

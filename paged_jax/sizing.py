@@ -44,6 +44,7 @@ def resolve(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         block_size=config.block_size,
+        decodes_append=uses_tpu_kernels(config.attention_implementation),
     )
     pool_form: dict[str, Any] = dict(
         block_size=config.block_size,

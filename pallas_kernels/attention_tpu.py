@@ -110,6 +110,8 @@ def unsupported_reason(
         )
     if pool.block_size & (pool.block_size - 1):
         return f"block_size is {pool.block_size}; use a power of two"
+    if pool.tokens_per_row > 2:
+        return f"head_dim is {pool.head_dim}; use 64 or more"
     if pool.rows < SUBLANES:
         return (
             f"block_size {pool.block_size} gives {pool.rows} rows of {pool.width} lanes, and a "

@@ -110,7 +110,7 @@ def choose_sizes(
         decode_piece_rows=code.piece_rows,
         decode_interleaves=generation not in _HOLDING_GENERATIONS,
         decode_buffers=buffers,
-        **_prefill_sizes(heads, pool, token_bytes, compute_dtype, budget, return_lse),
+        **_prefill_sizes(heads, pool, token_bytes, compute_dtype, budget, return_lse, generation),
     )
     sizes |= tuned_sizes().get(key, {})
     return AttentionSizes(**sizes, vmem_limit_bytes=budget + _VMEM_MARGIN_BYTES)
@@ -154,6 +154,7 @@ def _prefill_sizes(
     compute_dtype: DTypeLike,
     budget: int,
     return_lse: bool,
+    generation: str | None,
 ) -> dict[str, int]:
     columns_a_token = heads.tokens_per_row * heads.padded_group
     chunk = max(SUBLANES, 1 << int(math.log2(max(1, _PREFILL_COLUMNS // columns_a_token))))
@@ -171,7 +172,10 @@ def _prefill_sizes(
             "split the heads over more devices"
         )
     chunk = min(chunk, tile)
-    at_once = max(n for n in range(1, _MAX_HEADS_AT_ONCE + 1) if pool.num_kv_heads % n == 0)
+    # More make the compiler spill more than 64 KiB of registers.
+    is_plain = heads.tokens_per_row == 1 and compute_dtype == jnp.bfloat16 and generation != "v4"
+    limit = _MAX_HEADS_AT_ONCE if is_plain and generation else 1
+    at_once = max(n for n in range(1, limit + 1) if pool.num_kv_heads % n == 0)
     return dict(
         prefill_tile_tokens=tile,
         prefill_chunk_tokens=chunk,

@@ -255,7 +255,8 @@ def cascade_attention(
     """Causal attention of a split batch: equal to `ragged_paged_attention` of the whole one.
 
     Equal to the rounding of float32 for queries of float32. For queries of 16 bits, each of the
-    two partial results is rounded to 16 bits before they are merged in float32. There is no
+    two partial results is rounded to 16 bits before they are merged in float32, but for decodes
+    on a TPU, whose partial results stay float32. There is no
     sliding window: layers with one see little of a prefix and are better served by a flat call.
 
     Args:

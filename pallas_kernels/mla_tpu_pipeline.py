@@ -57,7 +57,7 @@ class Tiling:
     step_tokens: int = 128
     step_lanes: int = 128
     step_rows: int | None = None  # rows whose weights are made at once; None: all of a tile
-    step_terms: int | None = None  # of a float32 product's sums, where parts are not joined
+    product_rows: int | None = None  # rows of a product whose parts are not joined; None: all
     steps_at_once: int = 1
     joins_parts: bool = False  # the products of a float32 operand's parts are one
 

@@ -337,20 +337,21 @@ def _product(a: Any, b: Any, contracted: Any, tiling: Tiling, scratch: Any) -> j
         left = jnp.concatenate([a[i] for i, _ in places], axis=contracted[0][0])
         right = jnp.concatenate([b[j] for _, j in places], axis=contracted[1][0])
         return dot(left, right)
-    terms = a.shape[1:][contracted[0][0]]
+    num_rows = a.shape[1]
+    group = math.gcd(num_rows, tiling.product_rows or num_rows)
+    num_groups = num_rows // group
     scratch[...] = jnp.zeros(scratch.shape, jnp.float32)
     for order, first in zip(orders, firsts, strict=True):
+        # One loop over parts and groups: libtpu's static profile fails on one inside the other.
+        def add(index: Any, _: None, order: int = order) -> None:
+            i, at = index, 0
+            if num_groups > 1:
+                i = lax.div(index, jnp.int32(num_groups))
+                at = (index - i * num_groups) * group
+            rows = aligned_rows(at, group)
+            scratch[rows] += dot(a[i, rows], b[order - i])
 
-        def add(i: Any, _: None, order: int = order) -> None:
-            left, right = a.at[i], b.at[order - i]
-
-            def add_terms(step: Any) -> None:
-                some = left[:, step], right[:, step] if contracted[1] == (1,) else right[step]
-                scratch[...] += dot(*some)
-
-            _for_each_step(terms, tiling.step_terms or terms, 1, add_terms)
-
-        lax.fori_loop(first.start, first.stop, add, None)
+        lax.fori_loop(first.start * num_groups, first.stop * num_groups, add, None)
     return scratch[...]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -159,6 +160,14 @@ def test_corner_batches_match_float64(name: str, implementation: str) -> None:
 def test_the_kernel_crosses_blocks_and_items(name: str) -> None:
     case = make_case(SHAPES["lanes_bfloat16"], CORNERS[name], seed=1)
     check(case, "tpu", SMALL_TILING)
+
+
+@pytest.mark.parametrize("name", ["lanes", "lanes_bfloat16"])
+def test_the_kernel_takes_a_tile_in_groups_of_rows(name: str) -> None:
+    tiling = dataclasses.replace(
+        SMALL_TILING, step_rows=32, product_rows=32, steps_at_once=1, joins_parts=False
+    )
+    check(make_case(SHAPES[name], MIXED, seed=3), "tpu", tiling)
 
 
 def test_the_kernel_has_no_races(

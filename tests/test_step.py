@@ -1,5 +1,6 @@
 """The functional core against dense float32 attention without pages, under the caller's own jit."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,8 +12,11 @@ from dense_llama import model_logits
 from tiny_engine import tiny_model
 
 import paged_jax as pj
-from paged_jax.batch import Buckets
+from paged_jax.batch import Buckets, build_step
+from paged_jax.config import SchedulerConfig
+from paged_jax.request import Request
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduler import Scheduler
 
 GOLDENS = Path(__file__).parent / "goldens" / "smollm2_135m_q4_1_greedy.json"
 
@@ -134,3 +138,30 @@ def test_every_step_has_a_bucket_and_the_buckets_are_few(max_num_seqs, max_num_b
                 assert shape in shapes
                 assert shape.num_tokens >= num_tokens and shape.num_seqs >= num_seqs
                 assert shape.decode_only == (num_tokens == num_seqs)
+
+
+def test_a_step_that_reads_what_it_writes_is_none_of_decodes() -> None:
+    """A request joins whose prompt is cached up to a block that this very step fills."""
+    scheduler = Scheduler(
+        SchedulerConfig(
+            num_blocks=20,
+            block_size=4,
+            max_model_len=32,
+            max_num_seqs=4,
+            max_num_batched_tokens=32,
+            enable_prefix_caching=True,
+        )
+    )
+    first = Request("a", [1, 2, 3], SamplingParams(max_tokens=8), max_model_len=32)
+    scheduler.add(first)
+    scheduler.update(scheduler.schedule(), [4])
+    scheduler.add(Request("b", [1, 2, 3, 4, 5], SamplingParams(max_tokens=8), max_model_len=32))
+    step = scheduler.schedule()
+    assert [(chunk.start, chunk.num_tokens) for chunk in step.chunks] == [(3, 1), (4, 1)]
+    assert step.chunks[0].request.block_ids[0] == step.chunks[1].request.block_ids[0]
+    buckets = Buckets.choose(
+        max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32, block_size=4
+    )
+    assert build_step(step, buckets, block_size=4)[0].decode_only
+    appending = dataclasses.replace(buckets, decodes_append=True)
+    assert not build_step(step, appending, block_size=4)[0].decode_only

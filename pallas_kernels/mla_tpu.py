@@ -49,9 +49,9 @@ _REFS_LIMIT_BYTES = int(12.5 * 2**20)
 # Tokens of a KV block: enough to fetch well and to amortise a step's scalar work and latencies.
 _BLOCK_TOKENS = {2: 1024, 4: 512}  # by the bytes of a product's element
 # A step, and steps of straight-line code, such that few registers are spilled (see `Tiling`): for
-# 512 + 64 -> 640 lanes at most 56 KiB on v4, and 36 KiB on the others. Matrix units of v6e and
-# tpu7x are 256 wide. v4's float32 steps, profiled on v5e, cost 39,007 cycles with 128 heads instead
-# of the 22,299 above.
+# 512 + 64 -> 640 lanes at most 56 KiB on v4 and 36 KiB on the others, but on v4 88 KiB with
+# float32 queries, a bfloat16 pool and 16 heads. Matrix units of v6e and tpu7x are 256 wide. v4's
+# float32 steps, profiled on v5e, cost 39,007 cycles with 128 heads instead of the 22,299 above.
 _STEPS = {
     "v4": dict(step_tokens=128, step_lanes=128, step_rows=32, product_rows=64, steps_at_once=1),
     "v5e": dict(step_tokens=128, step_lanes=128, steps_at_once=8),

@@ -270,6 +270,11 @@ def write_and_attend(
 SHARED_TILE_TOKENS = 8
 
 
+def shared_tile_tokens(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> int:
+    """Sequences that meet a prefix at once; fewer in float32, whose products fill registers."""
+    return 2 if jnp.float32 in (q_dtype, pool_dtype) else SHARED_TILE_TOKENS
+
+
 def attend_in_cascade(
     q: jax.Array,
     pool_layer: jax.Array,
@@ -300,7 +305,12 @@ def attend_in_cascade(
 
     kv_lens, block_tables, starts, num = prefixes
     block_tables = _whole_chunks(block_tables)
-    spec = spec_of(block_tables, has_sinks=False, return_lse=True, tile_tokens=SHARED_TILE_TOKENS)
+    spec = spec_of(
+        block_tables,
+        has_sinks=False,
+        return_lse=True,
+        tile_tokens=shared_tile_tokens(q.dtype, pool_layer.dtype),
+    )
     rows = arrange_queries(spec, _with_k_scale(spec, q, k_scale))
     shared = launch(spec, rows, pool_layer, kv_lens, block_tables, starts, num, [])
 

@@ -157,7 +157,9 @@ def _prefill_sizes(
     generation: str | None,
 ) -> dict[str, int]:
     columns_a_token = heads.tokens_per_row * heads.padded_group
-    chunk = max(SUBLANES, 1 << int(math.log2(max(1, _PREFILL_COLUMNS // columns_a_token))))
+    # Float32 products take three times the registers.
+    columns = _PREFILL_COLUMNS // (2 if compute_dtype == jnp.float32 else 1)
+    chunk = max(SUBLANES, 1 << int(math.log2(max(1, columns // columns_a_token))))
     block = max(_PREFILL_ROWS * pool.tokens_per_row, pool.block_size)
     tile = max(chunk, _MAX_PREFILL_TILE_TOKENS)
     scratch = lambda tile: _prefill_bytes(

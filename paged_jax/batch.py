@@ -285,23 +285,6 @@ def decode_batch(
     )
 
 
-def _reads_what_it_writes(step: ScheduledStep, block_size: int) -> bool:
-    """Whether a sequence of the step reads a block that another one fills in it: a new request
-    whose whole prompt is in the cache, the last block from this very step on.
-    """
-    filled = {
-        chunk.request.block_ids[chunk.start // block_size]
-        for chunk in step.chunks
-        if chunk.end % block_size == 0
-    }
-    # A sequence that reads such a block has it before the one that it writes itself.
-    return any(
-        not filled.isdisjoint(chunk.request.block_ids[: chunk.start // block_size])
-        for chunk in step.chunks
-        if filled
-    )
-
-
 def build_step(
     step: ScheduledStep, buckets: Buckets, *, block_size: int
 ) -> tuple[StepShape, StepBatch, SamplingBatch]:
@@ -314,7 +297,7 @@ def build_step(
     shape = buckets.shape_for(
         step.num_tokens,
         len(chunks),
-        may_be_decodes=not (buckets.decodes_append and _reads_what_it_writes(step, block_size)),
+        may_be_decodes=not (buckets.decodes_append and step.reads_what_it_writes),
     )
     batch = make_batch(
         [chunk.request.token_ids[chunk.start : chunk.end] for chunk in chunks],

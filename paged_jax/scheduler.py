@@ -42,10 +42,19 @@ class ScheduledStep:
 
     chunks: tuple[ScheduledChunk, ...]
     preempted: tuple[Request, ...] = ()
+    # How many of the chunks, the last ones, are of requests that this step admitted
+    num_admitted: int = 0
 
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def reads_what_it_writes(self) -> bool:
+        """Whether a sequence may read blocks that others fill in this step: only one that joins
+        may, since its cached prefix may end in such a block.
+        """
+        return any(chunk.start > 0 for chunk in self.chunks[len(self.chunks) - self.num_admitted :])
 
 
 class Scheduler:
@@ -116,9 +125,10 @@ class Scheduler:
             chunks.append(self._chunk(request, num_tokens))
             budget -= num_tokens
             index += 1
+        num_running = len(chunks)
         if not preempted:
             self._admit(budget, chunks)
-        return ScheduledStep(tuple(chunks), tuple(preempted))
+        return ScheduledStep(tuple(chunks), tuple(preempted), len(chunks) - num_running)
 
     def update(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
         """Takes a step's sampled tokens, one a chunk, and ends the requests that they finish.

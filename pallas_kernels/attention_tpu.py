@@ -64,31 +64,83 @@ def ragged_paged_attention(
     Args:
       sizes: for tuning; None for `choose_sizes`.
     """
-    block_tables = _whole_chunks(block_tables)
-    spec = make_spec(
-        q.shape,
-        q.dtype,
+    call = _Call(
+        q,
         pool_layer,
-        block_tables.shape[1],
+        block_tables,
+        sinks,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        has_sinks=sinks is not None,
         causal=causal,
         return_lse=return_lse,
         decode_only=decode_only,
         sizes=sizes,
     )
-    sink_arrays = [] if sinks is None else _sink_arrays(spec, sinks)
-    rows = arrange_queries(spec, _with_k_scale(spec, q, k_scale))
-    outs = launch(
-        spec, rows, pool_layer, kv_lens, block_tables, query_starts, num_seqs, sink_arrays
-    )
-    if not decode_only:
-        outs = [out.swapaxes(0, 1) for out in outs]
-    out = _with_v_scale(spec, spec.heads.gather_outputs(outs[0], q.shape[2]), v_scale)
-    out = out.astype(q.dtype)
-    return (out, spec.heads.gather_outputs(outs[1], 1)[..., 0]) if return_lse else out
+    outs = call.launch([call.queries(k_scale)], kv_lens, query_starts, num_seqs)
+    return call.results(outs, v_scale)
+
+
+class _Call:
+    """What the ways into the kernel have in common: its spec, and the arrays around it."""
+
+    def __init__(
+        self,
+        q: jax.Array,
+        pool_layer: jax.Array,
+        block_tables: jax.Array,
+        sinks: jax.Array | None,
+        **static: Any,
+    ):
+        """`static` are the other arguments of `make_spec`."""
+        self.q, self.pool_layer = q, pool_layer
+        self.block_tables = _whole_chunks(block_tables)
+        self.spec = make_spec(
+            q.shape,
+            q.dtype,
+            pool_layer,
+            self.block_tables.shape[1],
+            has_sinks=sinks is not None,
+            **static,
+        )
+        self.sink_arrays = [] if sinks is None else _sink_arrays(self.spec, sinks)
+
+    def queries(self, k_scale: jax.Array | None) -> jax.Array:
+        """The rows of the queries, which bring the keys' scales along."""
+        q = self.q
+        if k_scale is not None:
+            q = q.astype(jnp.float32) * jnp.repeat(k_scale, self.spec.heads.group)[:, None]
+        return arrange_queries(self.spec, q)
+
+    def launch(
+        self,
+        rows: list[jax.Array],
+        kv_lens: jax.Array,
+        query_starts: jax.Array,
+        num_seqs: jax.Array,
+    ) -> list[jax.Array]:
+        """The kernel's outputs; `rows` are all that a token brings, its queries first."""
+        return launch(
+            self.spec,
+            rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1),
+            self.pool_layer,
+            kv_lens,
+            self.block_tables,
+            query_starts,
+            num_seqs,
+            self.sink_arrays,
+        )
+
+    def results(self, outs: list[jax.Array], v_scale: jax.Array | None) -> Any:
+        """out [T, Hq, D], or (out, lse [T, Hq]), from the kernel's outputs."""
+        heads = self.spec.heads
+        if not self.spec.decode_only:
+            outs = [out.swapaxes(0, 1) for out in outs]
+        out = heads.gather_outputs(outs[0], self.q.shape[2])
+        if v_scale is not None:
+            out *= jnp.repeat(v_scale, heads.group)[:, None]
+        out = out.astype(self.q.dtype)
+        return (out, heads.gather_outputs(outs[1], 1)[..., 0]) if self.spec.return_lse else out
 
 
 def unsupported_reason(
@@ -144,8 +196,7 @@ def make_spec(
     """What the kernel of a call is compiled for; `static` are AttentionSpec's other fields."""
     pool = pool_layout(pool_layer, q_shape[2])
     heads = HeadLayout.of(q_shape[1], pool)
-    is_wide = jnp.float32 in (q_dtype, pool_layer.dtype)
-    compute_dtype = jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16)
+    compute_dtype = _compute_dtype(q_dtype, pool_layer.dtype)
     if sizes is None:
         sizes = choose_sizes(
             heads=heads,
@@ -167,6 +218,11 @@ def make_spec(
         table_width=table_width,
         **static,
     )
+
+
+def _compute_dtype(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> DTypeLike:
+    is_wide = jnp.float32 in (q_dtype, pool_dtype)
+    return jnp.dtype(jnp.float32 if is_wide else jnp.bfloat16)
 
 
 def arrange_queries(spec: AttentionSpec, q: jax.Array) -> jax.Array:
@@ -238,41 +294,31 @@ def write_and_attend(
     """Arguments, shapes and result as in `pallas_kernels.write_and_attend`, checked; k and v are
     numbers of the pool's dtype, as float32.
     """
-    block_tables = _whole_chunks(block_tables)
-    spec = make_spec(
-        q.shape,
-        q.dtype,
+    call = _Call(
+        q,
         pool_layer,
-        block_tables.shape[1],
+        block_tables,
+        sinks,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        has_sinks=sinks is not None,
         causal=True,
         return_lse=False,
         decode_only=True,
         appends=True,
         sizes=sizes,
     )
-    rows = arrange_queries(spec, _with_k_scale(spec, q, k_scale))
-    rows = jnp.concatenate([rows, _arrange_tokens(spec, k, v)], axis=1)
+    rows = [call.queries(k_scale), _arrange_tokens(call.spec, k, v)]
     starts = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
-    sink_arrays = [] if sinks is None else _sink_arrays(spec, sinks)
-    out, pool_layer = launch(
-        spec, rows, pool_layer, kv_lens, block_tables, starts, num_seqs, sink_arrays
-    )
-    out = _with_v_scale(spec, spec.heads.gather_outputs(out, q.shape[2]), v_scale)
-    return out.astype(q.dtype), pool_layer
-
-
-# Sequences whose queries meet a shared prefix at once: rows of a product that cost next to nothing
-# beside the loads of keys and values.
-SHARED_TILE_TOKENS = 8
+    *outs, pool_layer = call.launch(rows, kv_lens, starts, num_seqs)
+    return call.results(outs, v_scale), pool_layer
 
 
 def shared_tile_tokens(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> int:
-    """Sequences that meet a prefix at once; fewer in float32, whose products fill registers."""
-    return 2 if jnp.float32 in (q_dtype, pool_dtype) else SHARED_TILE_TOKENS
+    """Sequences whose queries meet a shared prefix at once: rows of a product that cost next to
+    nothing beside the loads of keys and values. Fewer in float32, whose products fill registers.
+    """
+    return 2 if _compute_dtype(q_dtype, pool_dtype) == jnp.float32 else 8
 
 
 def attend_in_cascade(
@@ -288,7 +334,7 @@ def attend_in_cascade(
     v_scale: jax.Array | None,
     return_lse: bool,
 ) -> Any:
-    """Decodes that share prefixes: each prefix is read once for `SHARED_TILE_TOKENS` of them, and
+    """Decodes that share prefixes: each prefix is read once for `shared_tile_tokens` of them, and
     each decode's own tokens continue from its result.
 
     Args:
@@ -299,30 +345,18 @@ def attend_in_cascade(
     static: dict[str, Any] = dict(
         scale=scale, sliding_window=None, soft_cap=soft_cap, causal=False, decode_only=True
     )
-
-    def spec_of(block_tables: jax.Array, **more: Any) -> AttentionSpec:
-        return make_spec(q.shape, q.dtype, pool_layer, block_tables.shape[1], **static, **more)
-
-    kv_lens, block_tables, starts, num = prefixes
-    block_tables = _whole_chunks(block_tables)
-    spec = spec_of(
-        block_tables,
-        has_sinks=False,
-        return_lse=True,
-        tile_tokens=shared_tile_tokens(q.dtype, pool_layer.dtype),
+    kv_lens, block_tables, *batch = prefixes
+    tile_tokens = shared_tile_tokens(q.dtype, pool_layer.dtype)
+    shared = _Call(
+        q, pool_layer, block_tables, None, return_lse=True, tile_tokens=tile_tokens, **static
     )
-    rows = arrange_queries(spec, _with_k_scale(spec, q, k_scale))
-    shared = launch(spec, rows, pool_layer, kv_lens, block_tables, starts, num, [])
+    queries = shared.queries(k_scale)
+    partial = shared.launch([queries], kv_lens, batch[0], batch[1])
 
-    kv_lens, block_tables, starts, num = suffixes
-    block_tables = _whole_chunks(block_tables)
-    spec = spec_of(block_tables, has_sinks=sinks is not None, return_lse=return_lse, continues=True)
-    rows = jnp.concatenate([rows, *shared], axis=1)
-    sink_arrays = [] if sinks is None else _sink_arrays(spec, sinks)
-    outs = launch(spec, rows, pool_layer, kv_lens, block_tables, starts, num, sink_arrays)
-    out = _with_v_scale(spec, spec.heads.gather_outputs(outs[0], q.shape[2]), v_scale)
-    out = out.astype(q.dtype)
-    return (out, spec.heads.gather_outputs(outs[1], 1)[..., 0]) if return_lse else out
+    kv_lens, block_tables, *batch = suffixes
+    own = _Call(q, pool_layer, block_tables, sinks, return_lse=return_lse, continues=True, **static)
+    outs = own.launch([queries, *partial], kv_lens, batch[0], batch[1])
+    return own.results(outs, v_scale)
 
 
 def _arrange_tokens(spec: AttentionSpec, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -333,16 +367,6 @@ def _arrange_tokens(spec: AttentionSpec, k: jax.Array, v: jax.Array) -> jax.Arra
     tokens = jnp.pad(tokens, ((0, 0), (0, 0), (0, pool.width - tokens.shape[2])))
     tokens = tokens.reshape(*tokens.shape[:2], spec.lane_tiles, LANES).swapaxes(1, 2)
     return tokens.reshape(tokens.shape[0], -1, LANES)
-
-
-def _with_k_scale(spec: AttentionSpec, q: jax.Array, k_scale: jax.Array | None) -> jax.Array:
-    if k_scale is None:
-        return q
-    return q.astype(jnp.float32) * jnp.repeat(k_scale, spec.heads.group)[:, None]
-
-
-def _with_v_scale(spec: AttentionSpec, out: jax.Array, v_scale: jax.Array | None) -> jax.Array:
-    return out if v_scale is None else out * jnp.repeat(v_scale, spec.heads.group)[:, None]
 
 
 def _sink_arrays(spec: AttentionSpec, sinks: jax.Array) -> list[jax.Array]:

@@ -153,9 +153,9 @@ def _begin(spec: AttentionSpec, state: Softmax, rows) -> None:
     for unit in range(heads.num_units):
         # The first parity's rows will do: the parities are added up in the end.
         place = pl.ds(unit * heads.rows_per_unit, heads.out_rows_per_unit)
+        first = start + unit * heads.out_rows_per_unit
         tiles = [
-            rows[pl.ds(start + tile * heads.num_out_rows + first, heads.out_rows_per_unit)]
-            for first in (unit * heads.out_rows_per_unit,)
+            rows[pl.ds(first + tile * heads.num_out_rows, heads.out_rows_per_unit)]
             for tile in range(spec.lane_tiles + 1)
         ]
         lse = tiles.pop() * LOG2_E
@@ -201,7 +201,11 @@ class _Outputs:
                 for unit in range(heads.num_units):
                     self._put(slot, token, unit)
             else:  # One after the other, or the compiler would hold all of them in registers.
-                put = lambda unit, carry, token=token: self._put(slot, token, unit) or carry
+
+                def put(unit, carry, token=token):
+                    self._put(slot, token, unit)
+                    return carry
+
                 lax.fori_loop(0, heads.num_units, put, 0)
         for copy in self._copies(row, num_tokens, slot):
             copy.start()

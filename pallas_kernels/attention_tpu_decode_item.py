@@ -64,7 +64,7 @@ def compute_item(
     *,
     tokens: int,
     num_pages: int = 0,
-    start_page: Callable[[Any], None] | None = None,
+    start_page: Callable[[Any], None] = lambda page: None,
 ) -> None:
     """Adds the first `tokens` tokens of the item's block to the running softmax.
 
@@ -76,17 +76,16 @@ def compute_item(
     at_once = spec.units_at_once
     num_groups = spec.heads.num_units // at_once
     if num_groups == 1:
-        starters = [functools.partial(start_page or int, page) for page in range(num_pages)]
+        starters = [functools.partial(start_page, page) for page in range(num_pages)]
         group.add(0, starters)
         return
     pages_a_group, rest = divmod(num_pages, num_groups)
-    if start_page is not None:
-        for page in range(num_pages - rest, num_pages):
-            start_page(page)
+    for page in range(num_pages - rest, num_pages):
+        start_page(page)
 
     def add_group(number, carry):
         first = number * pages_a_group
-        starters = [functools.partial(start_page or int, first + i) for i in range(pages_a_group)]
+        starters = [functools.partial(start_page, first + i) for i in range(pages_a_group)]
         group.add(number * at_once, starters)
         return carry
 

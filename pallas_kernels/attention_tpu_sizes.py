@@ -37,8 +37,8 @@ _VMEM_MARGIN_BYTES = 3 * _MIB
 
 # Where copies between the products make the compiler hold, and spill, what it loads around them.
 _HOLDING_GENERATIONS = ("v6e", "tpu7x")
-# Where int8 and float8 become bfloat16 in many steps.
-_CONVERTING_GENERATIONS = ("v4", "v5e", "v5p", None)
+# Where int8 becomes bfloat16 in many steps, as float8 does everywhere.
+_CONVERTING_GENERATIONS = ("v5e", "v5p")
 
 _DECODE_BUFFERS = 4
 _DECODE_PART_TOKENS = 128

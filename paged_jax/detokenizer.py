@@ -67,9 +67,14 @@ class StreamDecoder:
         self._window.append(token_id)
         text = self._decode_window()
         if text.endswith(_REPLACEMENT):
-            if len(self._window) - self._num_read < 2 * _MAX_TOKENS_PER_CHARACTER:
-                return ""
-            return self._skip_invalid(text)
+            if len(self._window) - self._num_read >= 2 * _MAX_TOKENS_PER_CHARACTER:
+                return self._skip_invalid(text)
+            # A token may hold whole characters and the beginning of one.
+            whole = text.rstrip(_REPLACEMENT)
+            piece = whole[len(self._window_text) :]
+            if piece:
+                self._window_text = whole
+            return piece
         piece = text[len(self._window_text) :]
         self._last_piece_start, self._num_read = self._num_read, len(self._window)
         self._window_text = text

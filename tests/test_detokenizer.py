@@ -139,6 +139,16 @@ def run(
     return detokenizer.text, stop_string, num_tokens, pieces
 
 
+def test_a_whole_character_is_not_held_back_by_the_part_of_another_in_its_token():
+    mixed = next(
+        i for i in range(BYTE_LEVEL.vocab_size) if BYTE_LEVEL.decode([i]) == "你" + REPLACEMENT
+    )
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL)
+    detokenizer.append(mixed)
+    assert detokenizer.take_text() == "你"
+    assert IncrementalDetokenizer(BYTE_LEVEL, stop=("你",)).append(mixed) == "你"
+
+
 @settings(max_examples=600, deadline=None)
 @given(ids=BYTE_LEVEL_IDS, stop=STOPS, include=st.booleans(), skip=st.booleans(), data=st.data())
 def test_byte_level_equals_the_oracle(ids, stop, include, skip, data):

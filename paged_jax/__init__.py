@@ -12,24 +12,33 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paged_jax.batch import StepBatch, decode_batch, make_batch, make_sampling
+    from paged_jax.beam_driver import BeamSearchOutput
+    from paged_jax.beam_search import BeamSearchParams
     from paged_jax.block_manager import BlockManager
+    from paged_jax.block_moves import BlockMoves
     from paged_jax.block_pool import BlockPool
     from paged_jax.config import EngineConfig, SchedulerConfig
     from paged_jax.demo_model import demo_model_path
     from paged_jax.kv_pool import KVPool
     from paged_jax.llm import LLM
+    from paged_jax.memory_report import MemoryReport
     from paged_jax.models.config import ModelConfig
     from paged_jax.models.loader import LoadedModel, load_model
     from paged_jax.outputs import CompletionOutput, Logprob, RequestOutput
+    from paged_jax.prefix_journal import PrefixMiss
     from paged_jax.request import Request
     from paged_jax.sampling import SamplerOutput, SamplingBatch, sample
     from paged_jax.sampling_params import SamplingParams
     from paged_jax.scheduler import Scheduler
+    from paged_jax.session import Session, generate_together
     from paged_jax.step import forward, sample_step
     from paged_jax.tokenizer import Tokenizer
 
 _MODULE_OF = {
+    "BeamSearchOutput": "beam_driver",
+    "BeamSearchParams": "beam_search",
     "BlockManager": "block_manager",
+    "BlockMoves": "block_moves",
     "BlockPool": "block_pool",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
@@ -37,7 +46,9 @@ _MODULE_OF = {
     "LLM": "llm",
     "LoadedModel": "models.loader",
     "Logprob": "outputs",
+    "MemoryReport": "memory_report",
     "ModelConfig": "models.config",
+    "PrefixMiss": "prefix_journal",
     "Request": "request",
     "RequestOutput": "outputs",
     "SamplerOutput": "sampling",
@@ -45,11 +56,13 @@ _MODULE_OF = {
     "SamplingParams": "sampling_params",
     "Scheduler": "scheduler",
     "SchedulerConfig": "config",
+    "Session": "session",
     "StepBatch": "batch",
     "Tokenizer": "tokenizer",
     "decode_batch": "batch",
     "demo_model_path": "demo_model",
     "forward": "step",
+    "generate_together": "session",
     "load_model": "models.loader",
     "make_batch": "batch",
     "make_sampling": "batch",
@@ -58,6 +71,13 @@ _MODULE_OF = {
 }
 
 __all__ = [
+    "PrefixMiss",
+    "MemoryReport",
+    "generate_together",
+    "Session",
+    "BlockMoves",
+    "BeamSearchParams",
+    "BeamSearchOutput",
     "LLM",
     "BlockManager",
     "BlockPool",

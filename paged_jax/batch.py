@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paged_jax.request import Request
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplingBatch
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.scheduler import ScheduledStep
+from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
 
 # Beyond these, what a user may ask for is no int32, or vanishes as a float32.
 _MAX_TOP_K = 2**31 - 1
@@ -44,6 +45,8 @@ class StepBatch:
         padding.
       block_tables: int32[S, B], the blocks of each sequence, in order; 0 beyond its end.
       num_seqs: int32[], how many of the S sequences are real.
+      sample_rows: int32[S], the tokens (rows of `token_ids`) whose logits are wanted: usually the
+        last one of each sequence, but several rows may be of one sequence, or equal.
     """
 
     token_ids: Array
@@ -53,6 +56,7 @@ class StepBatch:
     kv_lens: Array
     block_tables: Array
     num_seqs: Array
+    sample_rows: Array
 
 
 class StepShape(NamedTuple):
@@ -116,8 +120,14 @@ class Buckets:
     def shape_for(
         self, num_tokens: int, num_seqs: int, *, may_be_decodes: bool = True
     ) -> StepShape:
-        """The smallest shape that holds a step."""
-        if num_tokens == num_seqs and may_be_decodes:
+        """The smallest shape that holds a step.
+
+        Args:
+          num_tokens: tokens that it computes.
+          num_seqs: rows that it samples, at least as many as its sequences.
+          may_be_decodes: whether it may have a program for one token a sequence.
+        """
+        if num_tokens <= num_seqs and may_be_decodes:
             size = self.num_seqs[bisect.bisect_left(self.num_seqs, num_seqs)]
             return StepShape(size, size, True)
         size = self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
@@ -134,6 +144,7 @@ def empty_batch(num_tokens: int, num_seqs: int, table_width: int) -> StepBatch:
         kv_lens=np.zeros(num_seqs, np.int32),
         block_tables=np.zeros((num_seqs, table_width), np.int32),
         num_seqs=np.int32(0),
+        sample_rows=np.zeros(num_seqs, np.int32),
     )
 
 
@@ -143,6 +154,8 @@ def make_sampling(
     positions: Sequence[int],
     *,
     masked_tokens: Sequence[Sequence[int]] | None = None,
+    forced_tokens: Sequence[int] | None = None,
+    num_logprobs: Sequence[int] | None = None,
     num_seqs: int | None = None,
 ) -> SamplingBatch:
     """Builds a SamplingBatch (numpy arrays) from plain lists, one entry a sequence.
@@ -152,6 +165,9 @@ def make_sampling(
       seeds: 64 bits for each; a token depends on its seed and its position only.
       positions: the position of the token to be drawn: how many tokens the sequence has so far.
       masked_tokens: ids that may not be drawn, at most MAX_MASKED_TOKENS for each.
+      forced_tokens: the token that each gets whatever its logits, -1 to draw one.
+      num_logprobs: alternatives that each is given with logprobs, -1 for none; None takes those of
+        `params`.
       num_seqs: rows to pad to; rows of padding are greedy.
 
     Raises:
@@ -172,6 +188,7 @@ def make_sampling(
         positions=np.zeros(rows, np.int32),
         masked_tokens=np.full((rows, MAX_MASKED_TOKENS), -1, np.int32),
         num_logprobs=np.full(rows, -1, np.int32),
+        forced_tokens=np.full(rows, -1, np.int32),
     )
     for s, (own, seed) in enumerate(zip(params, seeds, strict=True)):
         sampling.temperature[s] = own.temperature
@@ -182,6 +199,10 @@ def make_sampling(
         if own.logprobs is not None:
             sampling.num_logprobs[s] = own.logprobs
     sampling.positions[: len(positions)] = positions
+    if num_logprobs is not None:
+        sampling.num_logprobs[: len(num_logprobs)] = num_logprobs
+    if forced_tokens is not None:
+        sampling.forced_tokens[: len(forced_tokens)] = forced_tokens
     for s, masked in enumerate(masked_tokens or ()):
         sampling.masked_tokens[s, : len(masked)] = masked
     return sampling
@@ -193,6 +214,7 @@ def make_batch(
     block_tables: Sequence[Sequence[int]],
     *,
     block_size: int,
+    sample_rows: Sequence[int] | None = None,
     num_tokens: int | None = None,
     num_seqs: int | None = None,
     table_width: int | None = None,
@@ -204,6 +226,8 @@ def make_batch(
       starts: how many tokens of each sequence the pool holds already.
       block_tables: the blocks of each sequence, enough for starts + tokens.
       block_size: tokens a block; it must be that of the pool.
+      sample_rows: the tokens whose logits are wanted, counted over all sequences; None for the last
+        one of each. At most num_seqs.
       num_tokens, num_seqs, table_width: sizes to pad to; by default what is needed.
 
     Raises:
@@ -222,7 +246,7 @@ def make_batch(
     table_width = widest if table_width is None else table_width
     for field, size, needed in (
         ("num_tokens", num_tokens, total),
-        ("num_seqs", num_seqs, len(counts)),
+        ("num_seqs", num_seqs, max(len(counts), len(sample_rows or ()))),
         ("table_width", table_width, widest),
     ):
         if size < needed:
@@ -254,6 +278,10 @@ def make_batch(
         batch.query_starts[s + 1] = row
         batch.kv_lens[s] = start + count
     batch.query_starts[len(counts) + 1 :] = row
+    if sample_rows is None:
+        batch.sample_rows[: len(counts)] = batch.query_starts[1 : len(counts) + 1] - 1
+    else:
+        batch.sample_rows[: len(sample_rows)] = sample_rows
     return dataclasses.replace(batch, num_seqs=np.int32(len(counts)))
 
 
@@ -282,6 +310,7 @@ def decode_batch(
         kv_lens=jnp.where(real, positions + 1, 0),
         block_tables=block_tables,
         num_seqs=count,
+        sample_rows=jnp.arange(num_seqs, dtype=jnp.int32),
     )
 
 
@@ -290,29 +319,73 @@ def build_step(
 ) -> tuple[StepShape, StepBatch, SamplingBatch]:
     """The shape of a scheduled step, and its padded numpy arrays.
 
-    Every sequence has its sampling row; what is sampled for a chunk that does not reach its
-    sequence's end means nothing, and the scheduler drops it.
+    Every chunk has a sampling row, one that is scored has several, chunk after chunk. What is
+    sampled for a chunk that does not reach its sequence's end means nothing, and the scheduler
+    drops it.
     """
-    chunks = step.chunks
+    chunks = [chunk for chunk in step.chunks if chunk.num_tokens]
+    is_plain = len(chunks) == len(step.chunks) and not step.num_scored_rows
+    rows = SampleRows.plain(step.chunks) if is_plain else SampleRows.of(step.chunks)
+    num_tokens = step.num_tokens
     shape = buckets.shape_for(
-        step.num_tokens,
-        len(chunks),
-        may_be_decodes=not (buckets.decodes_append and step.reads_what_it_writes),
+        num_tokens,
+        len(rows.requests),
+        may_be_decodes=num_tokens == len(chunks)
+        and not (buckets.decodes_append and step.reads_what_it_writes),
     )
     batch = make_batch(
         [chunk.request.token_ids[chunk.start : chunk.end] for chunk in chunks],
         [chunk.start for chunk in chunks],
         [chunk.request.block_ids for chunk in chunks],
         block_size=block_size,
+        sample_rows=rows.token_rows,
         num_tokens=shape.num_tokens,
         num_seqs=shape.num_seqs,
         table_width=buckets.table_width,
     )
     sampling = make_sampling(
-        [chunk.request.params for chunk in chunks],
-        [chunk.request.seed for chunk in chunks],
-        [chunk.end for chunk in chunks],
-        masked_tokens=[chunk.request.tokens_to_mask() for chunk in chunks],
+        [request.params for request in rows.requests],
+        [request.seed for request in rows.requests],
+        rows.positions,
+        masked_tokens=[request.tokens_to_mask() for request in rows.requests],
+        forced_tokens=rows.forced_tokens,
+        num_logprobs=rows.num_logprobs,
         num_seqs=shape.num_seqs,
     )
     return shape, batch, sampling
+
+
+class SampleRows(NamedTuple):
+    """The rows of a step's sampling batch."""
+
+    requests: list[Request]
+    # Of the token to be drawn
+    positions: list[int]
+    # Which of the step's tokens gives the logits; None: the last one of each sequence
+    token_rows: list[int] | None = None
+    forced_tokens: list[int] | None = None
+    num_logprobs: list[int] | None = None
+
+    @classmethod
+    def plain(cls, chunks: Sequence[ScheduledChunk]) -> SampleRows:
+        """One row a chunk, at its end."""
+        return cls([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
+
+    @classmethod
+    def of(cls, chunks: Sequence[ScheduledChunk]) -> SampleRows:
+        """Also rows of chunks without tokens (those of the chunk before), and of scored tokens."""
+        requests, positions, token_rows, forced, num_logprobs = [], [], [], [], []
+        end_row = 0
+        for chunk in chunks:
+            request = chunk.request
+            end_row += chunk.num_tokens
+            for back in range(chunk.num_rows - 1, -1, -1):
+                position = chunk.end - back
+                is_scored = request.score_start is not None and position < request.num_tokens
+                wanted = request.params.prompt_logprobs if is_scored else request.params.logprobs
+                requests.append(request)
+                positions.append(position)
+                token_rows.append(end_row - 1 - back)
+                forced.append(request.token_ids[position] if is_scored else -1)
+                num_logprobs.append(-1 if wanted is None else wanted)
+        return cls(requests, positions, token_rows, forced, num_logprobs)

@@ -1,130 +1,445 @@
-"""Block tables: who holds which blocks, and which of them another request may share."""
+"""Block tables: who holds which blocks, who shares them, and what must be moved for it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
-from paged_jax.block_pool import NULL_BLOCK, BlockPool
-from paged_jax.prefix_cache import hash_block
+import numpy as np
+
+from paged_jax.block_moves import NO_MOVES, BlockMoves
+from paged_jax.block_pool import BlockPool
+from paged_jax.block_stats import BlockStats
+from paged_jax.host_tier import HostTier
+from paged_jax.kv_events import BlockRemoved, BlockStored, CacheCleared, KVEvents
+from paged_jax.prefix_journal import PrefixJournal
+from paged_jax.prefix_pins import PrefixPins
 from paged_jax.request import Request
 
 
-@dataclasses.dataclass
-class PrefixCacheStats:
-    """Tokens asked of the prefix cache and found there; preempted requests are left out."""
-
-    num_query_tokens: int = 0
-    num_hit_tokens: int = 0
-
-
 class BlockManager:
-    """Gives blocks to requests and takes them back; the only one that changes a block table.
+    """Gives blocks to sequences and takes them back; the only one that changes a block table.
 
-    A table changes at its end only. All of a request's blocks are given or none. Full blocks are
+    All of what a sequence asks for is given, or nothing. A block may stand in several tables; the
+    first of them that writes into it gets a copy, and the last keeps the original. Full blocks are
     hashed when the step that fills them is scheduled: a later request of the same step may share
     them, since each layer writes the whole step's keys and values before it reads any.
+
+    What the device must do for it is collected, and handed over once a step by `take_moves`.
+
+    Args:
+      num_blocks: blocks of the pool, the null block included.
+      block_size: tokens a block.
+      enable_prefix_caching: whether full blocks are hashed and shared.
+      num_host_blocks: blocks of host memory, for swapped sequences; 0 for no swapping.
+      enable_host_prefix_cache: whether evicted prefixes are kept there too.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        enable_host_prefix_cache: bool = False,
+    ):
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
-        self.stats = PrefixCacheStats()
-        self.peak_used_blocks = 0
+        self.enable_host_prefix_cache = enable_host_prefix_cache and num_host_blocks > 0
+        self.pool = BlockPool(num_blocks, self._on_evict)
+        self.host = HostTier(num_host_blocks, self._on_host_evict) if num_host_blocks else None
+        self.pins = PrefixPins(self.pool)
+        self.stats = BlockStats()
+        self.events = KVEvents()
+        self.journal: PrefixJournal | None = None
+        self._copies: dict[int, int] = {}  # destination -> source
+        self._swap_in: dict[int, int] = {}  # device block -> host block
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
     def find_cached(self, request: Request) -> list[int]:
-        """The cached blocks of a request's longest known prefix, the last token left out.
+        """The blocks of a request's longest cached prefix, the last token left out.
 
         The last token is always computed, because its logits are wanted: a hit covers at most
-        `num_tokens - 1` tokens, rounded down to blocks.
+        `num_tokens - 1` tokens, rounded down to blocks (see `Request.max_shared_tokens`).
+
+        Returns:
+          Device blocks; a block that only the host holds is given as its number there, negative.
         """
         if not self.enable_prefix_caching:
             return []
-        num_blocks = (request.num_tokens - 1) // self.block_size
-        self._extend_hashes(request, num_blocks)
-        return self.pool.prefix_cache.match(request.block_hashes[:num_blocks])
+        num_blocks = request.max_shared_tokens // self.block_size
+        request.extend_hashes(num_blocks, self.block_size)
+        found = []
+        for block_hash in request.block_hashes[:num_blocks]:
+            block_id = self.pool.prefix_cache.find(block_hash)
+            if block_id is None and self.host is not None:
+                host_id = self.host.find(block_hash)
+                block_id = None if host_id is None else -host_id
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def can_allocate(self, request: Request) -> bool:
+        """Whether `allocate` would find the blocks now."""
+        return self._plan(request) is not None
 
     def allocate(self, request: Request) -> bool:
-        """Admits a request: shares its cached prefix, and takes blocks for all its other tokens.
+        """Admits a request: shares what is computed of it, and takes blocks for all its tokens.
 
-        Sets `block_ids` and `num_computed_tokens`. Returns False, with nothing changed, if the
-        blocks of the whole current sequence are not to be had.
+        Computed may be a sequence that it forks from, a cached prefix on the device or on the
+        host, or, if it was swapped out, all that it had computed itself. Sets `block_ids` and
+        `num_computed_tokens`. Returns False, with nothing changed, if the blocks of the whole
+        current sequence are not to be had.
         """
         if request.block_ids:
             raise ValueError(f"request {request.request_id!r} holds blocks already")
-        cached = self.find_cached(request)
-        num_new = self.num_blocks_for(request.num_tokens) - len(cached)
-        if num_new > self.pool.num_free_blocks - self.pool.num_free_among(cached):
+        plan = self._plan(request)
+        if plan is None:
             return False
-        self.pool.touch(cached)
-        request.block_ids.extend(cached)
-        request.block_ids.extend(self.pool.take(num_new))
-        request.num_computed_tokens = len(cached) * self.block_size
-        request.num_hashed_blocks = len(cached)
-        if request.num_preemptions == 0:
-            request.num_cached_tokens = request.num_computed_tokens
+        shared, num_computed, is_fork = plan
+        self.pool.touch([block_id for block_id in shared if block_id > 0])
+        from_host = self._bring_in(request, shared)
+        request.num_computed_tokens = num_computed
+        request.num_hashed_blocks = request.num_folded_blocks = (
+            num_computed // self.block_size if self.enable_prefix_caching else 0
+        )
+        num_host_tokens = sum(min(self.block_size, num_computed - start) for start in from_host)
+        if request.is_swapped:
+            assert self.host is not None
+            self.host.release(request.host_block_ids)
+            del request.host_block_ids[:]
+            self.stats.swap_in_tokens += num_host_tokens
+        elif request.num_preemptions == 0 and not is_fork:
+            request.num_cached_tokens = num_computed
             if self.enable_prefix_caching:
                 self.stats.num_query_tokens += request.num_tokens
-                self.stats.num_hit_tokens += request.num_computed_tokens
-        self._note_peak()
+                self.stats.num_hit_tokens += num_computed
+                self.stats.num_host_hit_tokens += num_host_tokens
+        if is_fork and request.takes_over and request.fork_of is not None:
+            self.free(request.fork_of)
+        self._own_next_block(request)
         return True
 
     def append_slots(self, request: Request, num_tokens: int) -> bool:
-        """Makes a table hold `num_tokens` tokens; False, with nothing changed, if it can't."""
-        num_new = self.num_blocks_for(num_tokens) - len(request.block_ids)
-        if num_new <= 0:
-            return True
-        if num_new > self.pool.num_free_blocks:
+        """Makes a table hold `num_tokens` tokens, to be written from `num_computed_tokens` on.
+
+        The block that the first of them goes to is copied if others hold it too. Returns False,
+        with nothing changed, if the blocks are not to be had.
+        """
+        table = request.block_ids
+        num_new = -(-num_tokens // self.block_size) - len(table)
+        first = request.num_computed_tokens // self.block_size
+        if first < len(table) and self.pool.ref_counts[table[first]] > 1:
+            if num_new + 1 > self.pool.num_free_blocks:
+                return False
+            self._own_next_block(request)
+        elif num_new > self.pool.num_free_blocks:
             return False
-        request.block_ids.extend(self.pool.take(num_new))
-        self._note_peak()
+        if num_new > 0:
+            table.extend(self.pool.take(num_new))
         return True
+
+    def fork(self, parent: Request, child: Request, num_tokens: int | None = None) -> None:
+        """Lets `child` share the blocks of `parent`'s first tokens, the partly filled one too.
+
+        Args:
+          parent: holds blocks.
+          child: holds none, and begins with the same tokens.
+          num_tokens: how many are shared; by default all that `parent` has computed.
+        """
+        if child.block_ids:
+            raise ValueError(f"request {child.request_id!r} holds blocks already")
+        if num_tokens is None:
+            num_tokens = parent.num_computed_tokens
+        num_blocks = self.num_blocks_for(num_tokens)
+        if num_blocks > len(parent.block_ids) or num_tokens > child.num_tokens:
+            raise ValueError(
+                f"num_tokens={num_tokens} cannot be shared: {parent.request_id!r} holds "
+                f"{len(parent.block_ids)} blocks of {self.block_size} tokens, and "
+                f"{child.request_id!r} has {child.num_tokens} tokens"
+            )
+        self.pool.touch(parent.block_ids[:num_blocks])
+        child.block_ids.extend(parent.block_ids[:num_blocks])
+        child.num_computed_tokens = num_tokens
+        num_full = num_tokens // self.block_size
+        child.block_hashes = parent.block_hashes[:num_full]
+        child.num_hashed_blocks = min(parent.num_hashed_blocks, num_full)
+        child.num_folded_blocks = min(parent.num_folded_blocks, num_full)
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         """Hashes the blocks that are full once the request's first `num_tokens` are computed."""
         num_full = num_tokens // self.block_size
         if not self.enable_prefix_caching or num_full <= request.num_hashed_blocks:
             return
-        self._extend_hashes(request, num_full)
+        request.extend_hashes(num_full, self.block_size)
         for i in range(request.num_hashed_blocks, num_full):
-            self.pool.prefix_cache.insert(request.block_hashes[i], request.block_ids[i])
+            if self.pool.prefix_cache.hash_of(request.block_ids[i]) is None:
+                self._store(request, i)
         request.num_hashed_blocks = num_full
+
+    def fold_duplicates(self, request: Request) -> None:
+        """Gives back full blocks of which an equal one, cached earlier, exists; shares that one.
+
+        To be called once their tokens are computed: as long as a step writes into a block, it must
+        be the sequence's own.
+        """
+        num_full = min(request.num_computed_tokens // self.block_size, request.num_hashed_blocks)
+        cache = self.pool.prefix_cache
+        for i in range(request.num_folded_blocks, num_full):
+            own = request.block_ids[i]
+            first = cache.find(request.block_hashes[i])
+            if first is None or first == own or self.pool.ref_counts[own] > 1:
+                continue
+            self.pool.touch([first])
+            cache.drop(own)
+            self.pool.release([own])
+            request.block_ids[i] = first
+            self.stats.num_folded_blocks += 1
+        request.num_folded_blocks = num_full
 
     def free(self, request: Request) -> None:
         """Takes all blocks of a request back; what is computed is forgotten with them."""
-        self.pool.release(request.block_ids)
-        del request.block_ids[:]
-        request.num_hashed_blocks = 0
-        request.num_computed_tokens = 0
+        table = request.block_ids
+        self._undo_copy(request)
+        self.pool.release(table)
+        del table[:]
+        if self.host is not None and request.host_block_ids:
+            self.host.release(request.host_block_ids)
+            del request.host_block_ids[:]
+        request.forget_computed()
+
+    def swap_out(self, request: Request) -> bool:
+        """Moves all that a request has computed to the host, or nothing; its blocks are free then.
+
+        Returns False, with nothing changed, if the host has no room (or there is none).
+        """
+        if self.host is None or not request.block_ids:
+            return False
+        num_tokens = request.num_computed_tokens
+        sources = []
+        for i in range(self.num_blocks_for(num_tokens)):
+            block_id = request.block_ids[i]
+            is_full = (i + 1) * self.block_size <= num_tokens
+            block_hash = self.pool.prefix_cache.hash_of(block_id) if is_full else None
+            # A copy that is still to be made is not there to be read: its source is.
+            sources.append((self._copies.get(block_id, block_id), block_hash))
+        host_table = self.host.put(sources)
+        if host_table is None:
+            return False
+        self.free(request)
+        request.host_block_ids.extend(host_table)
+        request.num_computed_tokens = num_tokens
+        self.stats.swap_out_tokens += num_tokens
+        return True
+
+    @property
+    def pinned_blocks(self) -> dict[bytes, int]:
+        """The blocks that are pinned, by hash."""
+        return self.pins.blocks
+
+    def take_moves(self) -> BlockMoves:
+        """What the device must do before this step writes; the next step's collection begins."""
+        if not (self._copies or self._swap_in or self.host):
+            return NO_MOVES
+        moves = BlockMoves(
+            swap_out=() if self.host is None else self.host.take_outgoing(),
+            copies=tuple((source, copy) for copy, source in self._copies.items()),
+            swap_in=tuple((host_id, block_id) for block_id, host_id in self._swap_in.items()),
+        )
+        for source in self._copies.values():
+            self.pool.let_go(source)
+        if self.host is not None:
+            self.host.release(list(self._swap_in.values()))
+        self._copies.clear()
+        self._swap_in.clear()
+        return moves
+
+    def block_tables(self, requests: Sequence[Request], width: int | None = None) -> np.ndarray:
+        """The tables of some sequences as int32[len(requests), width], 0 beyond their ends."""
+        widest = max((len(request.block_ids) for request in requests), default=1)
+        width = widest if width is None else width
+        if width < widest:
+            raise ValueError(f"width={width} is too small: the longest table has {widest} blocks")
+        tables = np.zeros((len(requests), width), np.int32)
+        for row, request in zip(tables, requests, strict=True):
+            row[: len(request.block_ids)] = request.block_ids
+        return tables
+
+    def take_over(self, old: BlockManager) -> None:
+        """Goes on with the counters, pins and listeners of a manager whose blocks are forgotten."""
+        self.stats, self.pool.peak_used_blocks = old.stats, old.pool.peak_used_blocks
+        self.pins.hashes = old.pins.hashes
+        self.events, self.journal = old.events, old.journal
+        if self.journal is not None:
+            self.journal.record_cleared()
+        if self.events:
+            self.events.publish(CacheCleared())
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every hash; False, with nothing changed, while any block is in use."""
-        return self.pool.reset_prefix_cache()
+        """Forgets every hash, on the host too; False, with nothing changed, while a block is in
+        use (by a sequence, swapped out or not, or by a pin).
+        """
+        if self.host is not None and self.host.pool.num_used_blocks:
+            return False
+        if not self.pool.reset_prefix_cache():
+            return False
+        if self.host is not None:
+            self.host.pool.reset_prefix_cache()
+        if self.journal is not None:
+            self.journal.record_cleared()
+        if self.events:
+            self.events.publish(CacheCleared())
+        return True
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raises AssertionError unless the pool and the tables of all live requests agree."""
-        pool = self.pool
+        """Raises AssertionError unless the pools and the tables of all live requests agree.
+
+        To be called between steps.
+        """
+        pool, requests = self.pool, list(requests)
         held = Counter(block_id for request in requests for block_id in request.block_ids)
-        free = pool.free_queue()
-        assert NULL_BLOCK not in held and NULL_BLOCK not in free, "the null block is in use"
-        assert len(held) + len(free) == pool.num_blocks - 1, "used + free is not all"
-        assert all(pool.ref_counts[block_id] == 0 for block_id in free), "a free block is held"
-        for block_id, count in held.items():
-            assert pool.ref_counts[block_id] == count, f"block {block_id}: a wrong count"
-            assert count == 1 or pool.prefix_cache.hash_of(block_id), f"{block_id}: shared, no hash"
+        held.update(self.pinned_blocks.values())
+        pool.check_integrity(held)
+        for request in requests:
+            assert not (request.block_ids and request.host_block_ids), "in two places at once"
+            first_empty = self.num_blocks_for(request.num_computed_tokens)
+            for block_id in request.block_ids[first_empty:]:
+                assert pool.ref_counts[block_id] == 1, f"block {block_id} is shared, and empty"
+        if self.host is not None:
+            self.host.pool.check_integrity(
+                Counter(block_id for request in requests for block_id in request.host_block_ids)
+            )
 
-    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
-        hashes, size = request.block_hashes, self.block_size
-        for i in range(len(hashes), num_blocks):
-            keys = (request.cache_salt,) if i == 0 and request.cache_salt is not None else None
-            tokens = request.token_ids[i * size : (i + 1) * size]
-            hashes.append(hash_block(hashes[-1] if hashes else None, tokens, keys))
+    def _plan(self, request: Request) -> tuple[list[int], int, bool] | None:
+        """(shared blocks, tokens computed in them, whether they are a fork's), None without room.
 
-    def _note_peak(self) -> None:
-        self.peak_used_blocks = max(self.peak_used_blocks, self.pool.num_used_blocks)
+        Blocks that the host holds are negative, as in `find_cached`.
+        """
+        host_table, is_fork = request.host_block_ids, False
+        if host_table:
+            assert self.host is not None
+            if self.host.is_landing(host_table):
+                return None
+            # What the device still has, of full blocks, is not brought back.
+            num_computed = request.num_computed_tokens
+            find, hash_of = self.pool.prefix_cache.find, self.host.pool.prefix_cache.hash_of
+            hashes = [hash_of(block_id) for block_id in host_table]
+            known = [None if h is None else find(h) for h in hashes]
+            shared = [-h if d is None else d for h, d in zip(host_table, known, strict=True)]
+        else:
+            shared = self.find_cached(request)
+            num_computed = len(shared) * self.block_size
+            parent = request.fork_of
+            if parent is not None:
+                num_shared = min(parent.num_computed_tokens, request.max_shared_tokens)
+                if parent.block_ids and num_shared > num_computed:
+                    num_computed, is_fork = num_shared, True
+                    shared = list(parent.block_ids[: self.num_blocks_for(num_shared)])
+        on_device = [block_id for block_id in shared if block_id > 0]
+        num_new = self._num_new_blocks(request, shared)
+        if is_fork and num_computed % self.block_size:  # Copied at once, unless it is taken over.
+            num_new += not request.takes_over or self.pool.ref_counts[shared[-1]] > 1
+        if num_new > self.pool.num_free_blocks - self.pool.num_free_among(on_device):
+            return None
+        return shared, num_computed, is_fork
+
+    def _num_new_blocks(self, request: Request, shared: Sequence[int]) -> int:
+        on_host = sum(1 for block_id in shared if block_id < 0)
+        return self.num_blocks_for(request.num_tokens) - len(shared) + on_host
+
+    def _bring_in(self, request: Request, shared: Sequence[int]) -> list[int]:
+        """Fills the table: shared blocks, those of the host in new ones, and new ones for the rest.
+
+        Returns:
+          The first token of each block that comes from the host.
+        """
+        new = iter(self.pool.take(self._num_new_blocks(request, shared)))
+        arriving = []
+        for i, block_id in enumerate(shared):
+            if block_id < 0:
+                arriving.append(i)
+                host_id, block_id = -block_id, next(new)
+                self._swap_in_to(block_id, host_id)
+            request.block_ids.append(block_id)
+        request.block_ids.extend(new)
+        for i in arriving:  # A copy carries the hash that the host's does.
+            assert self.host is not None
+            if self.host.pool.prefix_cache.hash_of(-shared[i]) is not None:
+                self._store(request, i)
+        return [i * self.block_size for i in arriving]
+
+    def _swap_in_to(self, device_id: int, host_id: int) -> None:
+        """Records a swap in; the host's block is held until this step's moves are taken up."""
+        assert self.host is not None
+        self.host.pool.touch([host_id])
+        self._swap_in[device_id] = host_id
+
+    def _own_next_block(self, request: Request) -> None:
+        """Copies the block that is written next if others hold it: copy-on-write."""
+        index = request.num_computed_tokens // self.block_size
+        table = request.block_ids
+        if index >= len(table) or self.pool.ref_counts[table[index]] == 1:
+            return
+        source = table[index]
+        [copy] = self.pool.take(1)
+        self.pool.release([source])
+        table[index] = copy
+        self.stats.num_cow_copies += 1
+        if source in self._swap_in:  # It comes from the host in this very step, after the copies.
+            self._swap_in_to(copy, self._swap_in[source])
+            return
+        source = self._copies.get(source, source)  # Nor is a copy of this step there yet.
+        # Its holder may be preempted in this step, and the block must not be overwritten.
+        self.pool.hold_back(source)
+        self._copies[copy] = source
+
+    def _undo_copy(self, request: Request) -> None:
+        """Forgets a copy that was to be made for a request that gives its blocks up."""
+        if not self._copies:
+            return
+        for block_id in request.block_ids:
+            source = self._copies.get(block_id)
+            if source is not None and self.pool.ref_counts[block_id] == 1:
+                del self._copies[block_id]
+                self.pool.let_go(source)
+                self.stats.num_cow_copies -= 1
+
+    def _store(self, request: Request, index: int) -> None:
+        """Enters a full block into the prefix cache."""
+        block_hash, block_id = request.block_hashes[index], request.block_ids[index]
+        self.pool.prefix_cache.insert(block_hash, block_id)
+        self.pins.note_stored(block_hash, block_id)
+        if self.journal is not None:
+            self.journal.forget_evicted(block_hash)
+        if self.events:
+            tokens = request.token_ids[index * self.block_size : (index + 1) * self.block_size]
+            parent = request.block_hashes[index - 1] if index else None
+            keys = request.extra_keys_of(index)
+            self.events.publish(
+                BlockStored((block_hash,), parent, tuple(tokens), self.block_size, keys, "device")
+            )
+
+    def _on_evict(self, block_id: int, block_hash: bytes) -> None:
+        """A hashed block is taken for something else: the host may keep what it holds."""
+        self.stats.num_evictions += 1
+        if self.pool.prefix_cache.find(block_hash) is not None:  # An equal one still stands.
+            return
+        if self.events:
+            self.events.publish(BlockRemoved((block_hash,), "device"))
+        if self.host is not None and self.enable_host_prefix_cache:
+            if self.host.offload(block_id, block_hash):
+                self.stats.host_offload_tokens += self.block_size
+        if self.journal is not None and (self.host is None or not self.host.holds(block_hash)):
+            self.journal.record_evicted(block_hash)
+
+    def _on_host_evict(self, block_id: int, block_hash: bytes) -> None:
+        self.stats.num_host_evictions += 1
+        if self.events:
+            self.events.publish(BlockRemoved((block_hash,), "host"))
+        if self.journal is not None and self.pool.prefix_cache.find(block_hash) is None:
+            self.journal.record_evicted(block_hash)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -13,7 +16,9 @@ from paged_jax.interrupts import uninterrupted
 from paged_jax.log import logger
 from paged_jax.outputs import RequestOutput
 from paged_jax.prompts import ParsedPrompt
+from paged_jax.request import Request
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.sequence import SequenceOp
 
 
 class Calls:
@@ -29,6 +34,7 @@ class Calls:
         self._mailbox: dict[str, RequestOutput] = {}
         self._awaited: set[str] = set()
         self._lock = threading.RLock()
+        self._to_release: collections.deque[Request] = collections.deque()
         self._num_requests = 0
         self._closed = False
 
@@ -38,9 +44,10 @@ class Calls:
         all_params: list[SamplingParams],
         *,
         use_tqdm: bool,
+        priorities: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Serves all to their end; outputs in the order of the prompts. See `LLM.generate`."""
-        pending, outputs = self._add_all(parsed, all_params)
+        pending, outputs = self._add_all(parsed, all_params, priorities=priorities)
         try:
             with Progress(len(pending), enabled=use_tqdm) as progress:
                 while pending:
@@ -76,11 +83,83 @@ class Calls:
                 self._mailbox[request_id] = output
             return output
 
+    def run_ops(
+        self, jobs: Sequence[tuple[list[int], SamplingParams, dict[str, Any], SequenceOp]]
+    ) -> list[tuple[RequestOutput, Request | None]]:
+        """Serves requests that work on held sequences, to their end.
+
+        Args:
+          jobs: (token ids, params, cache keys, op) of each.
+
+        Returns:
+          For each its output, and its sequence if that is held now.
+
+        Raises:
+          ValueError: the engine refuses one of them; none is served then.
+        """
+        ids = self._take_ids(len(jobs))
+        pending: dict[str, int] = {}
+        done: dict[str, RequestOutput] = {}
+        held: dict[str, Request] = {}
+        try:
+            with self._lock:
+                self._check_open()
+                for i, (token_ids, params, keys, op) in enumerate(jobs):
+                    self.engine.add_request(ids[i], token_ids, params, op=op, **keys)
+                    pending[ids[i]] = i
+                    self._awaited.add(ids[i])
+            while pending:
+                for output in self._step(pending):
+                    del pending[output.request_id]
+                    done[output.request_id] = output
+            with self._lock:
+                all_held = self.engine.scheduler.held
+                held = {name: all_held[name] for name in ids if name in all_held}
+            return [(done[name], held.get(name)) for name in ids]
+        except BaseException:
+            self._drop(pending)
+            with self._lock, uninterrupted():
+                for name in done:
+                    if (request := self.engine.scheduler.held.get(name)) is not None:
+                        self.engine.scheduler.release(request)
+            raise
+
+    def fork_held(self, parent: Request) -> Request:
+        """A held sequence of the same tokens that shares all blocks; see `Scheduler.fork_held`."""
+        [request_id] = self._take_ids(1)
+        with self._lock, uninterrupted():
+            self._check_open()
+            return self.engine.scheduler.fork_held(parent, request_id)
+
+    def release_held(self, request: Request) -> None:
+        """Frees a held sequence's blocks."""
+        with self._lock, uninterrupted():
+            if not self._closed:
+                self.engine.scheduler.release(request)
+
+    def release_later(self, request: Request) -> None:
+        """Frees a held sequence's blocks before the next step; safe at any moment."""
+        self._to_release.append(request)
+
     def close(self) -> None:
         """Lets go of the engine; calls that are under way fail at their next step."""
         with self._lock:
             self._closed = True
             del self.engine
+
+    @contextlib.contextmanager
+    def idle(self) -> Iterator[None]:
+        """Keeps the engine from stepping, for a look at it between two steps."""
+        with self._lock:
+            self._check_open()
+            yield
+
+    def _check_open(self) -> None:
+        """To be called with the lock held. Also frees what the garbage collector left to free."""
+        if self._closed:
+            raise RuntimeError("this LLM is closed; make a new one")
+        while self._to_release:
+            self.engine.scheduler.release(self._to_release.popleft())
 
     def _take_ids(self, count: int) -> list[str]:
         """New request ids, counted up over the engine's life."""
@@ -94,12 +173,14 @@ class Calls:
         parsed: list[ParsedPrompt | ValueError],
         all_params: list[SamplingParams],
         *,
+        priorities: Sequence[int] | None = None,
         stream: bool = False,
     ) -> tuple[dict[str, int], list[RequestOutput]]:
         """Queues what can be served: (place in the call by request id, outputs of the refused)."""
         added: dict[str, int] = {}
         refused: list[RequestOutput] = []
         ids = self._take_ids(len(parsed))
+        priorities = priorities or [0] * len(parsed)
         first_error: ValueError | None = None
         try:
             for i, prompt in enumerate(parsed):
@@ -114,6 +195,8 @@ class Calls:
                             all_params[i],
                             prompt=prompt.text,
                             cache_salt=prompt.cache_salt,
+                            extra_keys=prompt.extra_keys,
+                            priority=priorities[i],
                             stream=stream,
                         )
                         self._awaited.add(ids[i])
@@ -140,8 +223,7 @@ class Calls:
     def _step(self, pending: dict[str, int]) -> list[RequestOutput]:
         """What has come for a call's requests; runs a step of the engine if nothing has."""
         with self._lock:
-            if self._closed:
-                raise RuntimeError("this LLM is closed; make a new one")
+            self._check_open()
             if not self._mailbox.keys() & pending.keys():
                 for output in self.engine.step():
                     if output.request_id in self._awaited:

@@ -15,6 +15,8 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from paged_jax.batch import Buckets, StepBatch, StepShape, empty_batch, make_sampling
+from paged_jax.block_mover import BlockMover
+from paged_jax.block_moves import NO_MOVES, BlockMoves
 from paged_jax.kv_pool import KVPool
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
@@ -56,7 +58,8 @@ class StepRunner:
     """Runs padded steps against the pool that it owns.
 
     The pool is donated to every step, and the step's result takes its place: its buffers are
-    written in place and never copied.
+    written in place and never copied. Blocks are copied and swapped ahead of the step that needs
+    it, by the `mover`.
     """
 
     def __init__(
@@ -66,25 +69,43 @@ class StepRunner:
         *,
         config: ModelConfig,
         buckets: Buckets,
+        num_host_blocks: int = 0,
         attention_implementation: str | None = None,
     ):
         self.params = params
         self.pool = pool
+        self.mover = BlockMover(pool, num_host_blocks=num_host_blocks)
         self.buckets = buckets
         self._lower = functools.partial(
             lower_step, config=config, buckets=buckets, implementation=attention_implementation
         )
         self._programs: dict[StepShape, jax.stages.Compiled] = {}
+        self.num_weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        # The most that a compiled step takes beside weights and pool, by the compiler's account.
+        self.temporary_bytes = 0
 
-    def run(self, shape: StepShape, batch: StepBatch, sampling: SamplingBatch) -> SamplerOutput:
-        """Dispatches a step and returns its outputs, still on the device."""
+    def run(
+        self,
+        shape: StepShape,
+        batch: StepBatch,
+        sampling: SamplingBatch,
+        moves: BlockMoves = NO_MOVES,
+    ) -> SamplerOutput:
+        """Dispatches a step, after what is moved for it; returns its outputs, still on device."""
+        if moves:
+            self.pool = self.mover.apply(self.pool, moves)
         program = self._programs.get(shape) or self._compile(shape)
         self.pool, output = program(self.params, pool=self.pool, batch=batch, sampling=sampling)
         return output
 
+    def settle(self) -> None:
+        """Stores the blocks that are on their way to the host; when a step's results were read."""
+        self.mover.settle()
+
     def warm_up(self) -> None:
         """Compiles every shape, a few at a time, or reads it from the cache on disk."""
         start = time.perf_counter()
+        self.mover.warm_up()
         shapes = self.buckets.shapes()
         # XLA leaves cores idle while it compiles one program.
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
@@ -97,6 +118,7 @@ class StepRunner:
 
     def renew_pool(self) -> bool:
         """Makes a new pool if a step failed with the old one in its hands; True if it did."""
+        self.mover.reset()
         if not self.pool.is_deleted():
             return False
         self.pool = self.pool.empty_like()
@@ -105,6 +127,8 @@ class StepRunner:
     def _compile(self, shape: StepShape) -> jax.stages.Compiled:
         program = self._lower(self.params, self.pool, shape).compile()
         self._programs[shape] = program
+        if (analysis := program.memory_analysis()) is not None:
+            self.temporary_bytes = max(self.temporary_bytes, int(analysis.temp_size_in_bytes))
         return program
 
 

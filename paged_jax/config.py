@@ -17,6 +17,16 @@ def check_int(field: str, value: Any, *, at_least: int) -> None:
         raise ValueError(f"{field}={value!r}: it must be an integer of at least {at_least}")
 
 
+def check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{field}={value!r}: it must be one of {list(choices)}")
+
+
+SCHEDULING_POLICIES = ("fcfs", "priority")
+PREEMPTION_MODES = ("auto", "recompute", "swap")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """The limits that the scheduler and the block manager work under; all of them known numbers.
@@ -28,6 +38,10 @@ class SchedulerConfig:
       max_num_seqs: the most sequences in one step.
       max_num_batched_tokens: the most tokens in one step (the token budget).
       enable_prefix_caching: whether full blocks are hashed and shared.
+      policy: "fcfs", first come, first served, or "priority".
+      preemption_mode: "recompute", "swap", or "auto", the cheaper of them as measured.
+      num_host_blocks: blocks of host memory for swapped sequences; 0 for none.
+      enable_host_prefix_cache: whether evicted prefixes are kept there.
     """
 
     num_blocks: int
@@ -36,8 +50,15 @@ class SchedulerConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     enable_prefix_caching: bool = True
+    policy: str = "fcfs"
+    preemption_mode: str = "auto"
+    num_host_blocks: int = 0
+    enable_host_prefix_cache: bool = False
 
     def __post_init__(self):
+        check_choice("policy", self.policy, SCHEDULING_POLICIES)
+        check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        check_int("num_host_blocks", self.num_host_blocks, at_least=0)
         check_int("num_blocks", self.num_blocks, at_least=2)
         check_int("block_size", self.block_size, at_least=1)
         check_int("max_model_len", self.max_model_len, at_least=2)
@@ -78,6 +99,18 @@ class EngineConfig:
       max_num_batched_tokens: most tokens in one step; None: 512 on CPU, 2048 elsewhere.
       block_size: tokens a block.
       enable_prefix_caching: share full blocks of equal prefixes.
+      scheduling_policy: "fcfs", first come, first served, or "priority": by the priority that
+        `generate` is given, a smaller one first.
+      preemption_mode: what happens to a request whose blocks are needed for others: "recompute" it
+        later, "swap" it to the host and back while swap space lasts, or "auto": whichever is
+        cheaper, as measured on this machine.
+      swap_space_bytes: host memory for swapped requests and evicted prefixes; 0 for none.
+      enable_host_prefix_cache: keep evicted prefixes in the swap space, and bring them back at a
+        hit.
+      swap_alert_tokens_per_second: a rate of swapping above which a warning is logged, None for
+        never.
+      watch_prefixes: look for prompts that are alike but for a few tokens early on, which keeps
+        them from sharing blocks, and log a warning.
       tensor_parallel_size: devices a model is split over; only 1 so far.
       attention_implementation: None (the fastest for the device), "xla", "reference", or "tpu": the
         TPU's kernels, which run on other devices too, interpreted and very slow.
@@ -96,6 +129,12 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     block_size: int = 16
     enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    preemption_mode: str = "auto"
+    swap_space_bytes: int = 0
+    enable_host_prefix_cache: bool = False
+    swap_alert_tokens_per_second: float | None = 300.0
+    watch_prefixes: bool = True
     tensor_parallel_size: int = 1
     attention_implementation: str | None = None
     disable_log_stats: bool = True
@@ -115,6 +154,10 @@ class EngineConfig:
             )
         check_int("seed", self.seed, at_least=0)
         check_int("block_size", self.block_size, at_least=1)
+        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
+        check_int("swap_space_bytes", self.swap_space_bytes, at_least=0)
+        self._check_swapping()
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ValueError(
@@ -131,7 +174,13 @@ class EngineConfig:
             value = getattr(self, field)
             if value is not None:
                 check_int(field, value, at_least=at_least)
-        for field in ("enable_prefix_caching", "disable_log_stats", "warmup"):
+        for field in (
+            "enable_prefix_caching",
+            "enable_host_prefix_cache",
+            "watch_prefixes",
+            "disable_log_stats",
+            "warmup",
+        ):
             if not isinstance(getattr(self, field), bool):
                 raise ValueError(f"{field}={getattr(self, field)!r}: it must be True or False")
         if self.kv_cache_memory_bytes is not None and self.num_gpu_blocks_override is not None:
@@ -139,4 +188,28 @@ class EngineConfig:
                 f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} and "
                 f"num_gpu_blocks_override={self.num_gpu_blocks_override} both set the size of the "
                 "pool; give one of them"
+            )
+
+    def _check_swapping(self) -> None:
+        for field, value in (
+            ("preemption_mode", self.preemption_mode == "swap"),
+            ("enable_host_prefix_cache", self.enable_host_prefix_cache is True),
+        ):
+            if value and not self.swap_space_bytes:
+                raise ValueError(
+                    f"{field}={getattr(self, field)!r} needs host memory, and swap_space_bytes=0; "
+                    "set swap_space_bytes to what the engine may take of it"
+                )
+        if self.enable_host_prefix_cache is True and self.enable_prefix_caching is False:
+            raise ValueError(
+                "enable_host_prefix_cache=True and enable_prefix_caching=False: the host keeps "
+                "what the prefix cache evicts; turn both on, or the first off"
+            )
+        rate = self.swap_alert_tokens_per_second
+        if rate is not None and (
+            isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0
+        ):
+            raise ValueError(
+                f"swap_alert_tokens_per_second={rate!r}: it must be a number above 0, or None for "
+                "no warning"
             )

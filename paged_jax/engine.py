@@ -7,6 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from paged_jax.accounts import collect, memory_bytes
 from paged_jax.batch import build_step
 from paged_jax.compile import StepRunner, to_host
 from paged_jax.config import SchedulerConfig
@@ -14,11 +17,15 @@ from paged_jax.interrupts import uninterrupted
 from paged_jax.log import logger
 from paged_jax.metrics import Metrics, StepTimes
 from paged_jax.outputs import RequestOutput
+from paged_jax.prefix_journal import PrefixJournal
+from paged_jax.prefix_watch import PrefixWatch
+from paged_jax.rates import SwapAlert
 from paged_jax.request import Request
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplerOutput
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.scheduler import ScheduledStep, Scheduler
-from paged_jax.sequence import SequenceGroup, SequenceState
+from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
+from paged_jax.scheduler import Scheduler
+from paged_jax.sequence import SequenceGroup, SequenceOp, SequenceState
 from paged_jax.tokenizer import Tokenizer
 
 _NOT_FINITE = "the model's logits are no numbers (NaN or inf), or min_tokens masks every token"
@@ -34,6 +41,9 @@ class Engine:
       eos_token_ids: tokens that end an output.
       tokenizer: makes text of tokens; None leaves text empty.
       seed: seeds of requests that bring none are drawn from it and their number.
+      log_stats: log a line of throughput and cache use every ten seconds.
+      swap_alert_tokens_per_second: warn when more is swapped; None for never.
+      watch_prefixes: warn of prompts that are alike but for a few tokens early on.
     """
 
     def __init__(
@@ -46,16 +56,23 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         seed: int = 0,
         log_stats: bool = False,
+        swap_alert_tokens_per_second: float | None = None,
+        watch_prefixes: bool = False,
     ):
         self.runner = runner
         self.config = config
         self.scheduler = Scheduler(config)
+        self.scheduler.costs.bytes_a_token = runner.mover.bytes_a_block // config.block_size
         self.metrics = Metrics()
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
         self.seed = seed
         self.log_stats = log_stats
+        self.swap_alert = SwapAlert(swap_alert_tokens_per_second)
+        self.journal = PrefixJournal(config.block_size)
+        self.watch = PrefixWatch(config.block_size) if watch_prefixes else None
+        self.scheduler.blocks.journal = self.journal
         self._groups: dict[str, SequenceGroup] = {}
         # Outputs of a step that was interrupted when it was through; the next step gives them.
         self._undelivered: list[RequestOutput] = []
@@ -75,7 +92,10 @@ class Engine:
         *,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        extra_keys: tuple[str | int, ...] = (),
+        priority: int = 0,
         stream: bool = False,
+        op: SequenceOp | None = None,
     ) -> None:
         """Queues a request.
 
@@ -84,18 +104,27 @@ class Engine:
           prompt_token_ids: the prompt; 1 to max_model_len - 1 ids below vocab_size.
           params: how to sample.
           prompt: the prompt's text, given back with the output.
-          cache_salt: requests share cached prefixes only with those of the same salt.
+          cache_salt, extra_keys: requests share cached prefixes only with those of the same.
+          priority: under the priority policy a smaller one is served first.
           stream: whether `step` gives an output for every new token, or only at the end.
+          op: what is done with a sequence that is held; None for a request of its own.
 
         Raises:
-          ValueError: the id is in use, the prompt is empty, too long or has an id out of range, or
-            the sampling parameters do not fit the model. Nothing is queued then.
+          ValueError: the id is in use, the prompt is empty, too long or has an id out of range, the
+            sampling parameters do not fit the model, or there are priorities and the policy knows
+            none. Nothing is queued then.
         """
         if request_id in self._groups:
             raise ValueError(
                 f"request_id={request_id!r} is in use; give each unfinished request its own"
             )
-        token_ids = self._checked_prompt(prompt_token_ids)
+        if priority and self.config.policy != "priority":
+            raise ValueError(
+                f"priority={priority}: the policy {self.config.policy!r} knows no priorities; make "
+                "the engine with scheduling_policy='priority'"
+            )
+        op = op or SequenceOp()
+        token_ids = self.check_prompt(prompt_token_ids, prefill_only=op.prefill_only)
         self._check_params(params, len(token_ids))
         group = SequenceGroup(request_id, prompt, token_ids, params, [], stream)
         for i in range(params.n):
@@ -108,6 +137,15 @@ class Engine:
                 eos_token_ids=self.eos_token_ids,
                 seed=self._draw_seed() if child.seed is None else child.seed,
                 cache_salt=cache_salt,
+                extra_keys=extra_keys,
+                priority=priority,
+                score_start=op.score_start
+                if params.prompt_logprobs is not None and i == 0
+                else None,
+                prefill_only=op.prefill_only,
+                hold=op.hold,
+                fork_of=group.sequences[0].request if i else op.fork_of,
+                takes_over=op.takes_over,
             )
             if request.request_id in self._sequences:  # "a" with n=2 is "a/0" and "a/1" inside.
                 raise ValueError(
@@ -115,12 +153,34 @@ class Engine:
                     "which is in use; give the request another id"
                 )
             group.sequences.append(SequenceState(i, request, self.tokenizer))
+        first, *others = [sequence.request for sequence in group.sequences]
+        first.children.extend(others)  # The prompt is computed once, and they fork from it.
         with uninterrupted():
+            self.scheduler.add(first)
             for sequence in group.sequences:
-                self.scheduler.add(sequence.request)
                 self._sequences[sequence.request.request_id] = (group, sequence)
             self._groups[request_id] = group
-            self.metrics.prompt_tokens += len(token_ids)
+            if op.fork_of is None:
+                self.metrics.prompt_tokens += len(token_ids)
+
+    def check_prompt(
+        self, prompt_token_ids: Sequence[int], *, prefill_only: bool = False
+    ) -> list[int]:
+        """The prompt as ints, if the engine can serve it.
+
+        Raises:
+          ValueError: it is empty, too long (with an output token, unless it is only computed), or
+            has an id out of range.
+        """
+        token_ids = [int(token_id) for token_id in prompt_token_ids]
+        self.scheduler.check_length(len(token_ids), prefill_only=prefill_only)
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            i = next(i for i, t in enumerate(token_ids) if not 0 <= t < self.vocab_size)
+            raise ValueError(
+                f"prompt_token_ids[{i}]={token_ids[i]} is out of range: the model's vocabulary has "
+                f"{self.vocab_size} tokens, so ids go from 0 to {self.vocab_size - 1}"
+            )
+        return token_ids
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees its blocks at once.
@@ -163,44 +223,16 @@ class Engine:
         return self.scheduler.reset_prefix_cache()
 
     def get_metrics(self) -> dict[str, Any]:
-        """The engine's counters since it was made, under their Prometheus names.
-
-        Counts: num_requests_running and _waiting (now; each of `n` outputs is one),
-        num_preemptions, prompt_tokens (a prompt once, whatever its `n`), generation_tokens,
-        request_success (by finish reason, each of `n` outputs). In tokens: prefix_cache_queries and
-        prefix_cache_hits (each of `n` outputs asks; preempted requests do not). From 0 to 1:
-        kv_cache_usage_perc and kv_cache_peak_usage_perc. Latencies in seconds, as count, sum, mean
-        and p95 (the upper bound of the histogram's bucket that it falls in):
-        time_to_first_token_seconds, inter_token_latency_seconds, e2e_request_latency_seconds.
-        """
-        metrics, scheduler = self.metrics, self.scheduler
-        blocks = scheduler.blocks
-        return {
-            "num_requests_running": len(scheduler.running),
-            "num_requests_waiting": len(scheduler.waiting),
-            "kv_cache_usage_perc": blocks.pool.usage,
-            "kv_cache_peak_usage_perc": blocks.peak_used_blocks / (self.config.num_blocks - 1),
-            "prefix_cache_queries": blocks.stats.num_query_tokens,
-            "prefix_cache_hits": blocks.stats.num_hit_tokens,
-            "num_preemptions": scheduler.num_preemptions,
-            "prompt_tokens": metrics.prompt_tokens,
-            "generation_tokens": metrics.generation_tokens,
-            "request_success": dict(metrics.request_success),
-            "time_to_first_token_seconds": metrics.time_to_first_token.as_dict(),
-            "inter_token_latency_seconds": metrics.inter_token_latency.as_dict(),
-            "e2e_request_latency_seconds": metrics.e2e_request_latency.as_dict(),
-        }
-
-    def _checked_prompt(self, prompt_token_ids: Sequence[int]) -> list[int]:
-        token_ids = [int(token_id) for token_id in prompt_token_ids]
-        self.scheduler.check_length(len(token_ids))
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            i = next(i for i, t in enumerate(token_ids) if not 0 <= t < self.vocab_size)
-            raise ValueError(
-                f"prompt_token_ids[{i}]={token_ids[i]} is out of range: the model's vocabulary has "
-                f"{self.vocab_size} tokens, so ids go from 0 to {self.vocab_size - 1}"
-            )
-        return token_ids
+        """The engine's counters since it was made; see `accounts.collect` for each."""
+        metrics = collect(self.metrics, self.scheduler)
+        metrics["swap_tokens_per_second"] = self.swap_alert.tokens_per_second
+        metrics["memory_bytes"] = memory_bytes(
+            self.scheduler.blocks,
+            bytes_a_block=self.runner.mover.bytes_a_block,
+            weights=self.runner.num_weight_bytes,
+            temporary=self.runner.temporary_bytes,
+        )
+        return metrics
 
     def _run_step(self) -> list[RequestOutput]:
         started = time.perf_counter()
@@ -212,8 +244,11 @@ class Engine:
         block_size = self.config.block_size
         shape, batch, sampling = build_step(step, self.runner.buckets, block_size=block_size)
         dispatched = time.perf_counter()
-        sampled = to_host(self.runner.run(shape, batch, sampling))
+        sampled = to_host(self.runner.run(shape, batch, sampling, step.moves))
         received = time.perf_counter()
+        self.runner.settle()
+        for chunk in step.admitted:
+            self._observe_prompt(chunk.request)
         outputs = self._process(step, sampled)
         self._count(step, started, dispatched, received)
         return outputs
@@ -250,21 +285,28 @@ class Engine:
 
     def _process(self, step: ScheduledStep, sampled: SamplerOutput) -> list[RequestOutput]:
         """Takes a step's tokens; ends and hands out what they complete."""
-        rows = {}
-        for row, chunk in enumerate(step.chunks):
-            rows[chunk.request.request_id] = row
-            if chunk.samples and not sampled.is_finite[row]:
-                self._fail(chunk.request, _NOT_FINITE)
+        rows = dict(zip((c.request.request_id for c in step.chunks), step.rows(), strict=True))
+        failed = []
+        for chunk in step.chunks:
+            own = rows[chunk.request.request_id]
+            if len(own) > 1 or chunk.request.score_start is not None:
+                self._take_scores(chunk, own, sampled)
+            if chunk.samples and not sampled.is_finite[own[-1]]:
+                failed.append(chunk.request)
         touched: dict[str, SequenceGroup] = {}
-        for chunk in step.chunks:  # Those that failed above are in no result of the scheduler's.
-            if chunk.request.finish_reason == "error":
-                self._touch(chunk.request, touched)
-        token_ids = sampled.token_ids[: len(step.chunks)].tolist()
+        for request in failed:
+            self._fail(request, _NOT_FINITE)
+            self._touch(request, touched)  # It is in no result of the scheduler's.
+        all_tokens = sampled.token_ids.tolist()
+        token_ids = [all_tokens[own[-1]] for own in rows.values()]
         for request, token_id in self.scheduler.update(step, token_ids):
+            if token_id < 0:  # It computed what it wanted, and samples nothing.
+                self._touch(request, touched)
+                continue
             group, sequence = self._sequences[request.request_id]
             self.metrics.generation_tokens += 1
             try:
-                stop = sequence.append(token_id, sampled, rows[request.request_id])
+                stop = sequence.append(token_id, sampled, rows[request.request_id][-1])
             except Exception as error:  # A tokenizer's fault is its request's alone.
                 self._fail(request, f"{type(error).__name__}: {error}")
             else:
@@ -282,6 +324,39 @@ class Engine:
                 outputs.append(group.output())
         return outputs
 
+    def _take_scores(self, chunk: ScheduledChunk, rows: range, sampled: SamplerOutput) -> None:
+        """Hands the log-probabilities of known tokens, which a chunk computed, to their request."""
+        request = chunk.request
+        entry = self._sequences.get(request.request_id)
+        if entry is None or request.score_start is None:
+            return
+        first = chunk.end - len(rows) + 1
+        known = range(max(first, request.score_start), min(chunk.end + 1, request.num_tokens))
+        own = rows[known.start - first : known.stop - first]
+        entry[1].take_scores(sampled, own, known.start)
+
+    def _observe_prompt(self, request: Request) -> None:
+        """Notes an admitted prompt: what it hit, and whether many like it miss for a detail."""
+        entry = self._sequences.get(request.request_id)
+        if entry is None or entry[1].index or request.hold or request.num_preemptions:
+            return
+        if not self.config.enable_prefix_caching or request.score_start is not None:
+            return
+        tokens = np.array(entry[0].prompt_token_ids, np.int32)
+        num_hit = min(request.num_cached_tokens, len(tokens))
+        missed = num_hit // self.config.block_size
+        hashes = request.block_hashes
+        self.journal.record_prompt(
+            request.request_id,
+            tokens,
+            request.extra_keys_of(0),
+            num_hit,
+            missed_hash=hashes[missed] if missed < len(hashes) else None,
+        )
+        warning = None if self.watch is None else self.watch.observe(tokens, num_hit)
+        if warning is not None:
+            logger.warning("%s", warning.describe(self._decode))
+
     def _touch(self, request: Request, touched: dict[str, SequenceGroup]) -> None:
         group = self._sequences[request.request_id][0]
         touched[group.request_id] = group
@@ -298,7 +373,8 @@ class Engine:
         for sequence in group.sequences:
             request = sequence.request
             del self._sequences[request.request_id]
-            self.metrics.count_finished(request)
+            if not request.prefill_only:
+                self.metrics.count_finished(request)
         return group.output()
 
     def _recover(self) -> None:
@@ -328,6 +404,10 @@ class Engine:
         times.schedule_seconds += dispatched - started
         times.device_seconds += received - dispatched
         times.process_seconds += ended - received
+        if not is_decode:
+            self.scheduler.costs.observe_prefill(step.num_tokens, received - dispatched)
+        stats = self.scheduler.blocks.stats
+        self.swap_alert.observe(stats.swap_in_tokens, stats.swap_out_tokens)
         if self.log_stats:
             self._log_stats()
 
@@ -348,3 +428,9 @@ class Engine:
             100 * hit_rate,
         )
         self._last_log = (time.monotonic(), tokens)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        """Text for a warning; ids where there is no tokenizer."""
+        if self.tokenizer is None:
+            return str(list(token_ids))
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False)

@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from paged_jax.beam_driver import BeamSearchOutput, run_beam_search
+from paged_jax.beam_search import BeamSearchParams
+from paged_jax.cache_tools import CacheTools
 from paged_jax.calls import Calls
 from paged_jax.compile import StepRunner, enable_persistent_cache
 from paged_jax.config import EngineConfig
@@ -23,7 +26,8 @@ from paged_jax.prompts import (
     parse_prompt,
     render_prompt,
 )
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling_params import MAX_LOGPROBS, SamplingParams
+from paged_jax.session import SequenceStore, Session
 from paged_jax.sizing import resolve
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels import IMPLEMENTATIONS
@@ -31,7 +35,7 @@ from pallas_kernels import IMPLEMENTATIONS
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(CacheTools):
     """A language model and its paged KV cache.
 
     Args:
@@ -42,8 +46,9 @@ class LLM:
       skip_tokenizer_init: serve token ids only; texts come back empty.
       **options: fields of `EngineConfig`: dtype, seed, gpu_memory_utilization,
         kv_cache_memory_bytes, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
-        enable_prefix_caching, num_gpu_blocks_override, disable_log_stats, warmup; what each means
-        and takes by default stands in `help(paged_jax.EngineConfig)`.
+        enable_prefix_caching, num_gpu_blocks_override, scheduling_policy, preemption_mode,
+        swap_space_bytes, disable_log_stats, warmup and others; what each means and takes by default
+        stands in `help(paged_jax.EngineConfig)`.
 
     Raises:
       ValueError: an option is out of range, the model is not supported, or the pool cannot hold
@@ -99,6 +104,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes prompts, many at once.
 
@@ -108,6 +114,8 @@ class LLM:
           sampling_params: one for all, or one for each prompt; None takes
             `get_default_sampling_params()`. They are not changed.
           use_tqdm: show a progress bar.
+          priority: with scheduling_policy="priority": one for all or one for each prompt, a smaller
+            one is served first, and preempted last.
 
         Returns:
           One output a prompt, in the order of the prompts. A prompt that cannot be served costs the
@@ -119,7 +127,8 @@ class LLM:
         """
         parsed = self._parse_all(prompts)
         all_params = self._params_for(len(parsed), sampling_params)
-        return self._calls.run(parsed, all_params, use_tqdm=use_tqdm)
+        priorities = _priorities_for(len(parsed), priority)
+        return self._calls.run(parsed, all_params, use_tqdm=use_tqdm, priorities=priorities)
 
     def chat(
         self,
@@ -205,13 +214,46 @@ class LLM:
         """The model's own advice (generation_config.json) where it gives any, else the defaults."""
         return SamplingParams(**self.model.generation_defaults)  # pyright: ignore[reportArgumentType]
 
-    def get_metrics(self) -> dict[str, Any]:
-        """The engine's counters since it was made; see `Engine.get_metrics` for each."""
-        return self.engine.get_metrics()
+    def start(self, prompt: Prompt) -> Session:
+        """Begins a sequence to fork, extend, score and continue; all but its last token is
+        computed now.
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False, with nothing changed, while any block is in use."""
-        return self.engine.reset_prefix_cache()
+        Raises:
+          ValueError: the prompt cannot be served.
+        """
+        store = SequenceStore(self._calls)
+        session = Session(
+            store, store.start(parse_prompt(prompt, self._tokenizer)), self._tokenizer
+        )
+        session.compute()
+        return session
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+    ) -> list[BeamSearchOutput]:
+        """Finds likely completions of each prompt, by beam search; beams are forks of sequences.
+
+        Args:
+          prompts: as in `generate`.
+          params: beam_width and max_tokens, and how hypotheses are scored.
+
+        Returns:
+          For each prompt its hypotheses, the best first.
+
+        Raises:
+          ValueError: a prompt cannot be served, or beam_width is too large.
+        """
+        store = SequenceStore(self._calls)
+        num_eos = 0 if params.ignore_eos else len(self.engine.eos_token_ids)
+        if params.beam_width + num_eos > MAX_LOGPROBS:
+            raise ValueError(
+                f"beam_width={params.beam_width}: with {num_eos} EOS tokens it may be at most "
+                f"{MAX_LOGPROBS - num_eos}"
+            )
+        parsed = [parse_prompt(prompt, self._tokenizer) for prompt in as_prompt_list(prompts)]
+        for prompt in parsed:
+            self.engine.check_prompt(prompt.token_ids)
+        return run_beam_search(store, parsed, params, tokenizer=self._tokenizer)
 
     def close(self) -> None:
         """Frees weights and pool now; the object can do nothing afterwards."""
@@ -279,6 +321,23 @@ class LLM:
         return entries
 
 
+def _priorities_for(count: int, priority: int | Sequence[int] | None) -> list[int]:
+    if priority is None:
+        return [0] * count
+    entries: list[Any] = (
+        list(priority) if isinstance(priority, (list, tuple)) else [priority] * count
+    )
+    if len(entries) != count:
+        raise ValueError(
+            f"priority has {len(entries)} entries for {count} prompts; give one for all, or one "
+            "for each"
+        )
+    for entry in entries:
+        if isinstance(entry, bool) or not isinstance(entry, int):
+            raise ValueError(f"priority={entry!r}: it must be an integer, smaller is served first")
+    return entries
+
+
 def _as_conversations(messages: Any) -> list[Any]:
     """A list of conversations, of one or of several; what they hold is checked when rendered."""
     if messages is None or isinstance(messages, (str, bytes)) or not hasattr(messages, "__iter__"):
@@ -316,6 +375,8 @@ def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: Engine
         pool,
         config=model.config,
         buckets=buckets,
+        # Block 0 of the host is never used either.
+        num_host_blocks=scheduler_config.num_host_blocks and scheduler_config.num_host_blocks + 1,
         attention_implementation=config.attention_implementation,
     )
     if config.warmup:
@@ -328,4 +389,6 @@ def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: Engine
         tokenizer=tokenizer,
         seed=config.seed,
         log_stats=not config.disable_log_stats,
+        swap_alert_tokens_per_second=config.swap_alert_tokens_per_second,
+        watch_prefixes=config.watch_prefixes,
     )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import Counter
+from typing import Any
 
 from paged_jax.request import Request
 
@@ -40,8 +42,22 @@ class Histogram:
                 return bound
         return float("inf")
 
-    def as_dict(self) -> dict[str, float]:
-        return {"count": self.count, "sum": self.sum, "mean": self.mean, "p95": self.quantile(0.95)}
+    def as_dict(self) -> dict[str, Any]:
+        """The histogram in plain numbers: count, sum, mean, p95, and its buckets.
+
+        "buckets" maps each upper bound to the number of values at or below it (cumulative, as
+        Prometheus has them); what lies above the last bound is in "count" only.
+        """
+        # One copy first: another thread may observe meanwhile, and no bucket may exceed the count.
+        *counts, above = self.counts.copy()
+        cumulative = list(itertools.accumulate(counts))
+        return {
+            "count": sum(counts) + above,
+            "sum": self.sum,
+            "mean": self.mean,
+            "p95": self.quantile(0.95),
+            "buckets": dict(zip(self.bounds, cumulative, strict=True)),
+        }
 
 
 @dataclasses.dataclass

@@ -64,7 +64,9 @@ class RequestOutput:
       request_id: the engine's name for it, unique over the engine's life.
       prompt: the prompt's text, None if it was given as token ids.
       prompt_token_ids: the prompt's tokens; empty if it could not be read.
-      prompt_logprobs: None; asking for them is refused so far.
+      prompt_logprobs: for each prompt token a dict from token id to `Logprob`, the token itself
+        first; None for the first token, which nothing precedes. None without that field of
+        `SamplingParams`.
       outputs: `n` outputs, ordered by index.
       finished: whether all of them have ended.
       metrics: times and counts of the request.

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 
 ROOT_HASH = hashlib.sha256(b"paged-jax prefix root").digest()
 
-ExtraKeys = tuple[str | int | None, ...]
+# In a fixed order; a JSON value each.
+ExtraKeys = tuple[object, ...]
 
 
 def hash_block(
@@ -25,8 +26,8 @@ def hash_block(
     Args:
       parent: hash of the block before it, None for a prompt's first block.
       token_ids: the block's tokens, each an int32.
-      extra_keys: what else sets the block apart, in a fixed order; today the cache salt, in a
-        prompt's first block. None where there is nothing.
+      extra_keys: what else sets the block apart, in a fixed order, of JSON's types: see
+        `Request.extra_keys_of`. None where there is nothing.
 
     Returns:
       32 bytes, equal for equal input in any process.
@@ -62,29 +63,34 @@ class PrefixCache:
         self._hashes[block_id] = block_hash
         self._blocks.setdefault(block_hash, {})[block_id] = None
 
-    def drop(self, block_id: int) -> bool:
-        """Forgets a block's hash, because its slots will be written anew. True if it had one."""
+    def drop(self, block_id: int) -> bytes | None:
+        """Forgets a block's hash, because its slots will be written anew; gives it, or None."""
         block_hash = self._hashes.pop(block_id, None)
         if block_hash is None:
-            return False
+            return None
         blocks = self._blocks[block_hash]
         del blocks[block_id]
         if not blocks:
             del self._blocks[block_hash]
-        return True
+        return block_hash
 
     def hash_of(self, block_id: int) -> bytes | None:
         """The hash a block carries, or None."""
         return self._hashes.get(block_id)
 
+    def find(self, block_hash: bytes) -> int | None:
+        """The first block of this hash, or None."""
+        blocks = self._blocks.get(block_hash)
+        return None if blocks is None else next(iter(blocks))
+
     def match(self, block_hashes: Sequence[bytes]) -> list[int]:
         """The blocks that hold the longest cached prefix of a chain of block hashes."""
         hit = []
         for block_hash in block_hashes:
-            blocks = self._blocks.get(block_hash)
-            if blocks is None:
+            block_id = self.find(block_hash)
+            if block_id is None:
                 break
-            hit.append(next(iter(blocks)))
+            hit.append(block_id)
         return hit
 
     def clear(self) -> None:

@@ -11,7 +11,7 @@ from paged_jax.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 
-_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+_FIELDS = ("prompt", "prompt_token_ids", "cache_salt", "extra_keys")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,7 @@ class ParsedPrompt:
     token_ids: list[int]
     text: str | None = None
     cache_salt: str | None = None
+    extra_keys: tuple[str | int, ...] = ()
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -38,7 +39,8 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
 
     Args:
       prompt: text; a list of token ids; or a dict with "prompt" or "prompt_token_ids" (both: the
-        ids are used, the text is given back), and "cache_salt" if wanted.
+        ids are used, the text is given back), and, if wanted, "cache_salt" and "extra_keys" (a
+        list of strings and integers): only prompts of equal ones share cached blocks.
       tokenizer: None if the engine has none; then only token ids will do.
 
     Raises:
@@ -50,16 +52,21 @@ def parse_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ParsedPrompt:
         unknown = [field for field in prompt if field not in _FIELDS]
         if unknown:
             raise ValueError(f"prompt has fields {unknown}; it may have {list(_FIELDS)}")
-        text, ids, salt = (prompt.get(field) for field in _FIELDS)
+        text, ids, salt, keys = (prompt.get(field) for field in _FIELDS)
         if text is not None and not isinstance(text, str):
             raise ValueError(f"prompt={text!r}: it must be a string")
         if salt is not None and (not isinstance(salt, str) or not salt):
             raise ValueError(f"cache_salt={salt!r}: it must be a string that is not empty")
         if ids is None and text is None:
             raise ValueError(f"prompt {dict(prompt)!r} has neither 'prompt' nor 'prompt_token_ids'")
-        token_ids = _encode(text, tokenizer) if ids is None else _checked_ids(ids)  # pyright: ignore
-        return ParsedPrompt(token_ids=token_ids, text=text, cache_salt=salt)
-    return ParsedPrompt(token_ids=_checked_ids(prompt))
+        if ids is None:
+            token_ids = _encode(text, tokenizer)  # pyright: ignore
+        else:
+            token_ids = checked_token_ids(ids)
+        return ParsedPrompt(
+            token_ids=token_ids, text=text, cache_salt=salt, extra_keys=_checked_keys(keys)
+        )
+    return ParsedPrompt(token_ids=checked_token_ids(prompt))
 
 
 def render_prompt(
@@ -92,16 +99,27 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
     return tokenizer.encode(text)
 
 
-def _checked_ids(ids: Any) -> list[int]:
+def _checked_keys(keys: Any) -> tuple[str | int, ...]:
+    if keys is None:
+        return ()
+    as_list = list(keys) if isinstance(keys, (list, tuple)) else [None]
+    if not all(isinstance(key, (str, int)) and not isinstance(key, bool) for key in as_list):
+        raise ValueError(f"extra_keys={keys!r}: it must be a list of strings and integers")
+    return tuple(as_list)
+
+
+def checked_token_ids(ids: Any, name: str = "prompt") -> list[int]:
+    """A list of ints, of any iterable of integers; ValueError names `name` otherwise."""
     if isinstance(ids, (str, bytes, Mapping)) or not hasattr(ids, "__iter__"):
         raise ValueError(
-            f"prompt={ids!r}: it must be a string, a list of token ids, or a dict with 'prompt' or "
+            f"{name}={ids!r}: it must be a string, a list of token ids, or a dict with 'prompt' or "
             "'prompt_token_ids'"
         )
     ids = list(ids)
     for i, token_id in enumerate(ids):
         if not _is_integer(token_id):
-            raise ValueError(f"prompt_token_ids[{i}]={token_id!r}: it must be an integer")
+            field = "prompt_token_ids" if name == "prompt" else name
+            raise ValueError(f"{field}[{i}]={token_id!r}: it must be an integer")
     return [operator.index(token_id) for token_id in ids]
 
 

@@ -6,17 +6,33 @@ import enum
 import time
 from array import array
 
+from paged_jax.prefix_cache import ExtraKeys, hash_block
 from paged_jax.sampling_params import SamplingParams
 
 
 class RequestStatus(enum.Enum):
+    """Where a sequence stands. A held one is done for now and keeps its blocks while there is room:
+    the anchor of forks and further extensions.
+    """
+
     WAITING = "waiting"
     RUNNING = "running"
+    HELD = "held"
     FINISHED = "finished"
 
 
 class Request:
     """A sequence to extend: `n` samples of one prompt are `n` requests.
+
+    Args:
+      extra_keys: what else sets its prefixes apart from those of others, each a str or an int.
+      priority: under the priority policy a smaller one is served first.
+      prefill_only: computes all tokens but the last and samples nothing.
+      score_start: index of the first token whose log-probability is wanted, at least 1; None where
+        none is.
+      hold: the sequence is held, not finished, when it ends.
+      fork_of: a sequence that begins with the same tokens; its blocks are shared at admission.
+      takes_over: `fork_of` gives its blocks up at admission.
 
     Attributes:
       request_id: unique among the live requests.
@@ -26,8 +42,11 @@ class Request:
       num_computed_tokens: how many of them have their keys and values in the pool.
       num_cached_tokens: how many the prefix cache gave at first admission.
       block_ids: the block table: block i holds tokens i * block_size and following.
+      host_block_ids: the same on the host, of the computed tokens, while it is swapped out.
       block_hashes: the chained hash of each full block of `token_ids`, as far as it was needed.
       num_hashed_blocks: how many blocks of the table stand in the prefix cache.
+      num_folded_blocks: how many of them were looked at for an equal block to share.
+      children: sequences that fork off when this one's prompt is computed.
       seed: 64 bits, from which and the position alone each token's randomness comes.
       finish_reason, stop_reason: why it ended; None while it runs.
     """
@@ -38,22 +57,33 @@ class Request:
         "block_hashes",
         "block_ids",
         "cache_salt",
+        "children",
         "eos_token_ids",
+        "extra_keys",
         "finish_reason",
         "finish_time",
         "first_token_time",
+        "fork_of",
+        "hold",
+        "host_block_ids",
+        "lora_id",
         "max_total_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_folded_blocks",
         "num_hashed_blocks",
         "num_preemptions",
         "num_prompt_tokens",
         "params",
+        "prefill_only",
+        "priority",
         "request_id",
+        "score_start",
         "seed",
         "status",
         "stop_ids",
         "stop_reason",
+        "takes_over",
         "token_ids",
     )
 
@@ -67,6 +97,14 @@ class Request:
         eos_token_ids: tuple[int, ...] = (),
         seed: int = 0,
         cache_salt: str | None = None,
+        lora_id: str | None = None,
+        extra_keys: tuple[str | int, ...] = (),
+        priority: int = 0,
+        prefill_only: bool = False,
+        score_start: int | None = None,
+        hold: bool = False,
+        fork_of: Request | None = None,
+        takes_over: bool = False,
     ):
         self.request_id = request_id
         self.params = params
@@ -76,7 +114,16 @@ class Request:
         self.stop_ids = frozenset(params.stop_token_ids)
         self.seed = seed
         self.cache_salt = cache_salt
-        room = max_model_len - self.num_prompt_tokens
+        self.lora_id = lora_id
+        self.extra_keys = extra_keys
+        self.priority = priority
+        self.prefill_only = prefill_only
+        self.score_start = score_start
+        self.hold = hold
+        self.fork_of = fork_of
+        self.takes_over = takes_over
+        self.children: list[Request] = []
+        room = 0 if prefill_only else max_model_len - self.num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.max_total_tokens = self.num_prompt_tokens + max_tokens
         self.status = RequestStatus.WAITING
@@ -84,8 +131,10 @@ class Request:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.block_ids = array("i")
+        self.host_block_ids = array("i")
         self.block_hashes: list[bytes] = []
         self.num_hashed_blocks = 0
+        self.num_folded_blocks = 0
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.arrival_index = 0
@@ -111,13 +160,78 @@ class Request:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def num_wanted_tokens(self) -> int:
+        """Tokens to compute before it has what it wants: all, or all but the last."""
+        return len(self.token_ids) - self.prefill_only
+
+    @property
+    def max_shared_tokens(self) -> int:
+        """The most tokens that it may find computed: at least one must be computed for the logits
+        after it, and each one before a token that is scored.
+        """
+        most = self.num_wanted_tokens - 1
+        return most if self.score_start is None else min(most, self.score_start - 1)
+
+    @property
+    def is_swapped(self) -> bool:
+        return bool(self.host_block_ids)
+
+    def twin(self, request_id: str) -> Request:
+        """A request of the same tokens, parameters and keys, with nothing computed."""
+        twin = Request(
+            request_id,
+            self.token_ids,
+            self.params,
+            max_model_len=self.max_total_tokens,
+            eos_token_ids=self.eos_token_ids,
+            seed=self.seed,
+            cache_salt=self.cache_salt,
+            lora_id=self.lora_id,
+            extra_keys=self.extra_keys,
+            priority=self.priority,
+            hold=self.hold,
+        )
+        twin.num_prompt_tokens = self.num_prompt_tokens
+        return twin
+
+    def num_rows(self, start: int, end: int) -> int:
+        """Rows of logits that are wanted of its tokens from `start` to `end`: one, but for tokens
+        that are scored.
+        """
+        if self.score_start is None:
+            return 1
+        return max(1, end - max(start, self.score_start - 1))
+
+    def extra_keys_of(self, block_index: int) -> ExtraKeys | None:
+        """What sets a block apart besides its tokens: adapter, own keys, salt (first block only),
+        and a place for a digest of prompt embeddings; None where there is nothing.
+        """
+        salt = self.cache_salt if block_index == 0 else None
+        if self.lora_id is None and salt is None and not self.extra_keys:
+            return None
+        return (self.lora_id, self.extra_keys or None, salt, None)
+
+    def extend_hashes(self, num_blocks: int, block_size: int) -> None:
+        """Makes `block_hashes` cover the first `num_blocks` blocks, which must be full."""
+        hashes = self.block_hashes
+        for i in range(len(hashes), num_blocks):
+            tokens = self.token_ids[i * block_size : (i + 1) * block_size]
+            parent = hashes[-1] if hashes else None
+            hashes.append(hash_block(parent, tokens, self.extra_keys_of(i)))
+
     def forget_blocks(self, block_size: int) -> None:
-        """Lets the request wait, with its tokens and nothing computed; no block is given back."""
+        """Leaves the request with its tokens and nothing computed; no block is given back."""
         del self.block_ids[:]
+        del self.host_block_ids[:]
         del self.block_hashes[self.num_tokens // block_size :]
+        self.forget_computed()
+
+    def forget_computed(self) -> None:
+        """Nothing is computed, hashed or folded any more."""
         self.num_hashed_blocks = 0
+        self.num_folded_blocks = 0
         self.num_computed_tokens = 0
-        self.status = RequestStatus.WAITING
 
     def tokens_to_mask(self) -> tuple[int, ...]:
         """Ids that may not be sampled next: EOS and the stop ids, until `min_tokens` are out."""

@@ -55,6 +55,8 @@ class SamplingBatch:
             prompt after a prefill, and one more at each step.
         masked_tokens: int32[S, MAX_MASKED_TOKENS], ids that may not be drawn, padded with -1.
         num_logprobs: int32[S], alternatives wanted, -1 for no logprobs at all.
+        forced_tokens: int32[S], the token that a row gets whatever its logits, -1 to draw one: so
+            that a known token's logprob and rank can be had.
     """
 
     temperature: Any
@@ -65,6 +67,7 @@ class SamplingBatch:
     positions: Any
     masked_tokens: Any
     num_logprobs: Any
+    forced_tokens: Any
 
 
 @struct.dataclass
@@ -127,6 +130,7 @@ def sample(logits: jax.Array, batch: SamplingBatch) -> SamplerOutput:
     # Whether max() passes nan on differs between backends, so nan is looked for.
     is_finite = jnp.all(logits < jnp.inf, axis=-1) & jnp.isfinite(row_max)
     token_ids = jnp.where(is_finite, token_ids, 0)
+    token_ids = jnp.where(batch.forced_tokens >= 0, batch.forced_tokens, token_ids)
     logprob, rank, top_ids, top_logprobs = lax.cond(
         jnp.any(batch.num_logprobs >= 0), _logprobs, _no_logprobs, logits, raw_max, token_ids
     )

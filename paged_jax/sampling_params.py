@@ -22,7 +22,6 @@ _NOT_YET_SUPPORTED = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
-    "prompt_logprobs": None,
     "logit_bias": None,
     "bad_words": None,
     "allowed_token_ids": None,
@@ -61,10 +60,12 @@ class SamplingParams:
         include_stop_str_in_output: keep the stop string, or the stop token's text, in the text.
         logprobs: how many of the likeliest tokens to report at each position, 0 (the sampled
             token alone) to 20; None for none.
+        prompt_logprobs: the same of the prompt's tokens; such a request does not ask the prefix
+            cache.
         detokenize: make text; without it `text` stays "".
         skip_special_tokens: leave special tokens out of the text.
-        presence_penalty, frequency_penalty, repetition_penalty, prompt_logprobs, logit_bias,
-            bad_words, allowed_token_ids, spaces_between_special_tokens: not supported yet.
+        presence_penalty, frequency_penalty, repetition_penalty, logit_bias, bad_words,
+            allowed_token_ids, spaces_between_special_tokens: not supported yet.
 
     Raises:
         ValueError: a value has the wrong type, is out of range or contradicts another. The message

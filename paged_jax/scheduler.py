@@ -1,102 +1,86 @@
 """Continuous batching: which tokens of which requests the next step computes.
 
-The policy is that of vLLM's scheduler: requests that run come first, then waiting ones in order of
-arrival, all under one budget of tokens a step, so that prompts are computed in chunks beside
-the decodes of others. When blocks run out, the most recently admitted request gives its blocks
-back and is computed anew later.
+The policy is that of vLLM's scheduler: requests that run come first, then waiting ones, all under
+one budget of tokens a step, so that prompts are computed in chunks beside the decodes of others.
+When blocks run out, sequences that are only held give theirs back, and then a running request: the
+most recently admitted, or under the priority policy the one of the last rank. It is computed anew
+later, or swapped to the host and back.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 from paged_jax.block_manager import BlockManager
 from paged_jax.config import SchedulerConfig
+from paged_jax.preemption import PreemptionCosts
 from paged_jax.request import Request, RequestStatus
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduledChunk:
-    """`num_tokens` tokens of one request, from its token `start` on."""
-
-    request: Request
-    start: int
-    num_tokens: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk reaches the sequence's last token, so that a new token is sampled."""
-        return self.end == self.request.num_tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduledStep:
-    """What the next step computes, and who was preempted to make room for it."""
-
-    chunks: tuple[ScheduledChunk, ...]
-    preempted: tuple[Request, ...] = ()
-    # How many of the chunks, the last ones, are of requests that this step admitted
-    num_admitted: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
-    @property
-    def reads_what_it_writes(self) -> bool:
-        """Whether a sequence may read blocks that others fill in this step: only one that joins
-        may, since its cached prefix may end in such a block.
-        """
-        return any(chunk.start > 0 for chunk in self.chunks[len(self.chunks) - self.num_admitted :])
+from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
+from paged_jax.waiting import WaitingQueue, rank
 
 
 class Scheduler:
-    """Holds every live request; `schedule` picks a step's work, `update` takes its results."""
+    """Holds every live request; `schedule` picks a step's work, `update` takes its results.
+
+    Attributes:
+      blocks: the block manager.
+      running, waiting: the queues.
+      held: sequences that are done for now and keep their blocks while there is room, the least
+        recently used first.
+      requests: the unfinished ones, by id; held ones are not among them.
+      costs: what the automatic choice between swapping and recomputing rests on.
+    """
 
     def __init__(self, config: SchedulerConfig):
         self.config = config
         self.blocks = self._make_blocks()
         self.running: list[Request] = []
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingQueue(config.policy)
+        self.held: dict[str, Request] = {}
         self.requests: dict[str, Request] = {}
-        self.num_preemptions = 0
+        self.costs = PreemptionCosts()
+        self.num_preemptions_by_mode = {"recompute": 0, "swap": 0}
         self._num_arrivals = 0
+        # Rows of logits that this step's chunks ask for beyond one each.
+        self._num_scored_rows = 0
 
     def __repr__(self) -> str:
         pool = self.blocks.pool
         return (
             f"Scheduler(running={self.running}, waiting={list(self.waiting)}, "
+            f"held={list(self.held)}, "
             f"free blocks={pool.num_free_blocks} of {pool.num_blocks - 1})"
         )
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(self.num_preemptions_by_mode.values())
 
     def has_unfinished(self) -> bool:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Puts a request at the back of the queue.
+        """Puts a request at the back of the queue; its children wait until its prompt is computed.
 
         Raises:
           ValueError: its id is taken, or its prompt is empty or leaves no room for an output token.
         """
-        if request.request_id in self.requests:
-            raise ValueError(
-                f"request_id={request.request_id!r} is in use; give each live request its own"
-            )
-        self.check_length(request.num_prompt_tokens)
-        request.arrival_index = self._num_arrivals
-        self._num_arrivals += 1
-        self.requests[request.request_id] = request
+        family = [request, *request.children]
+        for member in family:
+            if member.request_id in self.requests:
+                raise ValueError(
+                    f"request_id={member.request_id!r} is in use; give each live request its own"
+                )
+        self.check_length(request.num_prompt_tokens, prefill_only=request.prefill_only)
+        for member in family:
+            member.arrival_index = self._num_arrivals
+            self._num_arrivals += 1
+            self.requests[member.request_id] = member
         self.waiting.append(request)
 
-    def check_length(self, num_prompt_tokens: int) -> None:
-        """Raises ValueError unless a prompt of this length leaves room for one output token."""
+    def check_length(self, num_prompt_tokens: int, *, prefill_only: bool = False) -> None:
+        """Raises ValueError unless a prompt of this length fits, and an output token after it."""
         limit = self.config.max_model_len
         if num_prompt_tokens == 0:
             raise ValueError("the prompt is empty (0 tokens); give at least one token")
@@ -105,7 +89,7 @@ class Scheduler:
                 f"the prompt has {num_prompt_tokens} tokens, more than max_model_len={limit}; "
                 "shorten it, or raise max_model_len if the model allows"
             )
-        if num_prompt_tokens == limit:
+        if num_prompt_tokens == limit and not prefill_only:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens and max_model_len={limit}: there is no "
                 f"room for one output token; shorten it to at most {limit - 1} tokens"
@@ -113,22 +97,25 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """Picks the next step's chunks, and gives their requests the blocks that they need."""
-        budget = self.config.max_num_batched_tokens
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            if not self._make_room(request, num_tokens, preempted):
-                break  # It preempted itself, and it was the last one running.
-            chunks.append(self._chunk(request, num_tokens))
-            budget -= num_tokens
-            index += 1
+        self._num_scored_rows = 0
+        budget = self._schedule_running(chunks, preempted)
+        block_size = self.config.block_size
+        for request, start, num_tokens in chunks:
+            if (start + num_tokens) // block_size > request.num_hashed_blocks:
+                self.blocks.cache_full_blocks(request, start + num_tokens)
+        chunks = self._fork_children(chunks)
         num_running = len(chunks)
-        if not preempted:
-            self._admit(budget, chunks)
-        return ScheduledStep(tuple(chunks), tuple(preempted), len(chunks) - num_running)
+        if not preempted and self.waiting:
+            chunks += self._fork_children(self._admit(budget))
+        return ScheduledStep(
+            tuple(chunks),
+            tuple(preempted),
+            num_admitted=len(chunks) - num_running,
+            moves=self.blocks.take_moves(),
+            num_scored_rows=self._num_scored_rows,
+        )
 
     def update(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
         """Takes a step's sampled tokens, one a chunk, and ends the requests that they finish.
@@ -137,19 +124,28 @@ class Scheduler:
         requests that ended meanwhile.
 
         Returns:
-          The requests that got a token, with it. Those that it finished carry a finish reason, and
-          their blocks are free already.
+          The requests that got a token, with it, and those that end without one, with -1. Those
+          that ended carry a finish reason, and their blocks are free already, or held.
         """
         now = time.monotonic()
+        block_size = self.config.block_size
         results = []
-        for chunk, token_id in zip(step.chunks, token_ids, strict=True):
-            request = chunk.request
+        for (request, start, num_tokens), token_id in zip(step.chunks, token_ids, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue
             # Before the new token is appended: it is what tells a last chunk from the others.
-            samples = chunk.samples
-            request.num_computed_tokens = chunk.end
-            if not samples:
+            end, num_known = start + num_tokens, len(request.token_ids)
+            request.num_computed_tokens = end
+            if end // block_size > request.num_folded_blocks:
+                self.blocks.fold_duplicates(request)
+            if request.score_start is not None and end >= request.num_prompt_tokens - 1:
+                request.score_start = None
+            if request.prefill_only:
+                if end == num_known - 1:
+                    self.finish(request, "length")
+                    results.append((request, -1))
+                continue
+            if end != num_known:
                 continue
             request.token_ids.append(token_id)
             if request.first_token_time is None:
@@ -160,19 +156,39 @@ class Scheduler:
         return results
 
     def finish(self, request: Request, reason: str | None = None) -> None:
-        """Ends a request and frees its blocks at once; one that has ended is left as it is."""
-        if request.status is RequestStatus.FINISHED:
+        """Ends a request and frees its blocks at once; one that has ended is left as it is.
+
+        One that is to be held keeps its blocks, unless it was aborted or failed.
+        """
+        if request.status in (RequestStatus.FINISHED, RequestStatus.HELD):
             return
         if reason is not None:
             request.finish_reason = reason
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-            self.blocks.free(request)
+        self._leave_queues(request)
+        if request.hold and request.finish_reason in ("stop", "length"):
+            request.status = RequestStatus.HELD
+            self.held[request.request_id] = request
         else:
-            self.waiting.remove(request)
-        request.status = RequestStatus.FINISHED
+            self.blocks.free(request)
+            request.status = RequestStatus.FINISHED
         request.finish_time = time.monotonic()
         del self.requests[request.request_id]
+
+    def release(self, request: Request) -> None:
+        """Ends a held sequence and frees its blocks; any other is left as it is."""
+        if request.status is RequestStatus.HELD:
+            del self.held[request.request_id]
+            self.blocks.free(request)
+            request.status = RequestStatus.FINISHED
+
+    def fork_held(self, parent: Request, request_id: str) -> Request:
+        """A second held sequence of the same tokens: it shares the blocks that `parent` has."""
+        child = parent.twin(request_id)
+        if parent.block_ids:
+            self.blocks.fork(parent, child)
+        child.status = RequestStatus.HELD
+        self.held[request_id] = child
+        return child
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a live request with finish reason "abort"; None if there is no such request."""
@@ -181,23 +197,44 @@ class Scheduler:
             self.finish(request, "abort")
         return request
 
+    def preempt(self, request: Request, mode: str | None = None) -> str:
+        """Takes a running request's blocks; it keeps its outputs and waits first in the queue.
+
+        Args:
+          mode: "swap" (recompute where the host has no room), "recompute", or None for the
+            configured one.
+
+        Returns:
+          What was done: "swap" or "recompute".
+        """
+        done = self._give_up_blocks(request, mode)
+        self.running.remove(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        self.num_preemptions_by_mode[done] += 1
+        self.waiting.append_first(request)
+        return done
+
     def restart(self, requests: Iterable[Request]) -> None:
         """Forgets every block and queue, and lets these requests wait in order of arrival.
 
         For after a fault: whatever state it left behind, what these requests hold as tokens is all
-        that is taken over, and is computed anew. Counters go on.
+        that is taken over, and is computed anew. Counters, pins and listeners go on; held
+        sequences keep their tokens.
         """
-        old = self.blocks
-        self.blocks = self._make_blocks()
-        self.blocks.stats, self.blocks.peak_used_blocks = old.stats, old.peak_used_blocks
+        self.blocks = self._make_blocks(self.blocks)
         self.running.clear()
         self.waiting.clear()
         self.requests.clear()
+        for request in self.held.values():
+            request.forget_blocks(self.config.block_size)
         for request in sorted(requests, key=lambda request: request.arrival_index):
             if request.status is not RequestStatus.WAITING:
                 request.num_preemptions += 1
-                self.num_preemptions += 1
+                self.num_preemptions_by_mode["recompute"] += 1
             request.forget_blocks(self.config.block_size)
+            request.status = RequestStatus.WAITING
+            request.children.clear()
             self.requests[request.request_id] = request
             self.waiting.append(request)
 
@@ -206,51 +243,157 @@ class Scheduler:
         return self.blocks.reset_prefix_cache()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless blocks, tables and queues agree."""
-        self.blocks.check_integrity(self.running)
+        """Raises AssertionError unless blocks, tables and queues agree. Between steps only."""
+        live = [*self.requests.values(), *self.held.values()]
+        self.blocks.check_integrity(live)
         assert not any(request.block_ids for request in self.waiting), "a waiting one holds blocks"
-        assert len(self.requests) == len(self.running) + len(self.waiting), "a request is astray"
+        num_children = sum(len(request.children) for request in self.requests.values())
+        num_queued = len(self.running) + len(self.waiting) + num_children
+        assert len(self.requests) == num_queued, "a request is astray"
 
-    def _make_blocks(self) -> BlockManager:
-        return BlockManager(
+    def _make_blocks(self, old: BlockManager | None = None) -> BlockManager:
+        blocks = BlockManager(
             self.config.num_blocks,
             self.config.block_size,
             enable_prefix_caching=self.config.enable_prefix_caching,
+            num_host_blocks=self.config.num_host_blocks,
+            enable_host_prefix_cache=self.config.enable_host_prefix_cache,
         )
+        if old is not None:
+            blocks.take_over(old)
+        return blocks
 
-    def _chunk(self, request: Request, num_tokens: int) -> ScheduledChunk:
-        chunk = ScheduledChunk(request, request.num_computed_tokens, num_tokens)
-        self.blocks.cache_full_blocks(request, chunk.end)
-        return chunk
+    def _schedule_running(self, chunks: list[ScheduledChunk], preempted: list[Request]) -> int:
+        """Adds a chunk for each running request in order, preempting where blocks run out.
 
-    def _make_room(self, request: Request, num_tokens: int, preempted: list[Request]) -> bool:
-        """Gets a running request its blocks, preempting from the back; False if it fell itself."""
-        while not self.blocks.append_slots(request, request.num_computed_tokens + num_tokens):
-            victim = self.running[-1]
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is request:
-                return False
-        return True
+        Returns:
+          What is left of the budget.
+        """
+        budget, running = self.config.max_num_batched_tokens, self.running
+        append_slots = self.blocks.append_slots
+        while len(chunks) < len(running) and budget > 0:
+            request = running[len(chunks)]  # Chunk i is of the i-th running request.
+            start = request.num_computed_tokens
+            num_tokens = len(request.token_ids) - request.prefill_only - start
+            if num_tokens > 1:
+                num_tokens = self._fit(request, start, num_tokens, budget)
+            while not append_slots(request, start + num_tokens):
+                if self._evict_held():
+                    continue
+                victim = max(running, key=rank) if self.waiting.by_priority else running[-1]
+                place = running.index(victim)
+                if place < len(chunks):
+                    undone = chunks.pop(place)
+                    budget += undone.num_tokens
+                    self._num_scored_rows -= undone.num_rows - 1
+                self.preempt(victim)
+                preempted.append(victim)
+                if victim is request:
+                    break
+            else:
+                chunks.append(ScheduledChunk(request, start, num_tokens))
+                budget -= num_tokens
+        return budget
 
-    def _preempt(self, victim: Request) -> None:
-        """Takes a running request's blocks; it keeps its outputs and waits first in the queue."""
-        self.running.remove(victim)
-        self.blocks.free(victim)
-        victim.status = RequestStatus.WAITING
-        victim.num_preemptions += 1
-        self.num_preemptions += 1
-        self.waiting.appendleft(victim)
-
-    def _admit(self, budget: int, chunks: list[ScheduledChunk]) -> None:
-        """Admits waiting requests in order while budget, seats and blocks last."""
-        while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
+    def _admit(self, budget: int) -> list[ScheduledChunk]:
+        """Admits waiting requests in order while budget, seats and blocks last; their chunks."""
+        admitted: list[ScheduledChunk] = []
+        while self.waiting and budget > 0 and self._has_seat():
             request = self.waiting[0]
-            if not self.blocks.allocate(request):
+            parent = request.fork_of
+            while not (found := self.blocks.allocate(request)) and self._evict_held(spare=parent):
+                pass
+            if not found:
                 break
-            self.waiting.popleft()
+            self.waiting.pop_first()
             request.status = RequestStatus.RUNNING
+            request.fork_of = None
             self.running.append(request)
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
-            chunks.append(self._chunk(request, num_tokens))
+            if parent is not None and parent.request_id in self.held:  # Used just now.
+                self.held[parent.request_id] = self.held.pop(parent.request_id)
+            start = request.num_computed_tokens
+            num_tokens = request.num_wanted_tokens - start
+            num_tokens = self._fit(request, start, num_tokens, budget)
+            admitted.append(ScheduledChunk(request, start, num_tokens))
+            self.blocks.cache_full_blocks(request, start + num_tokens)
             budget -= num_tokens
+        return admitted
+
+    def _fork_children(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Lets children share the blocks of a prompt that this step completes, while seats last.
+
+        They sample their first tokens from the same logits, in chunks of no tokens that are put
+        behind their parent's. Those without a seat wait, and share what they can when admitted.
+        """
+        if not any(chunk.request.children for chunk in chunks):
+            return chunks
+        family: list[ScheduledChunk] = []
+        for chunk in chunks:
+            family.append(chunk)
+            parent = chunk.request
+            if not parent.children or not chunk.samples:
+                continue
+            while parent.children and self._has_seat():
+                child = parent.children.pop(0)
+                self.blocks.fork(parent, child, chunk.end)
+                child.status = RequestStatus.RUNNING
+                child.fork_of = None
+                self.running.append(child)
+                family.append(ScheduledChunk(child, chunk.end, 0))
+            self._queue_children(parent)
+        return family
+
+    def _fit(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
+        """The most of `num_tokens` that the budget allows, and the rows of logits if it scores."""
+        num_tokens = min(num_tokens, budget)
+        if request.score_start is None:
+            return num_tokens
+        num_rows = 1 + self.config.max_num_seqs - len(self.running) - self._num_scored_rows
+        end = min(start + num_tokens, max(start, request.score_start - 1) + num_rows)
+        self._num_scored_rows += request.num_rows(start, end) - 1
+        return end - start
+
+    def _has_seat(self) -> bool:
+        """Whether one more sequence may run; each takes a row of logits, as scored tokens do."""
+        return len(self.running) + self._num_scored_rows < self.config.max_num_seqs
+
+    def _evict_held(self, spare: Request | None = None) -> bool:
+        """Takes the blocks of a held one, the least recently used first; False if none has any.
+
+        `spare`, which a request is about to fork from, comes last, and only if nothing runs.
+        """
+        for request in self.held.values():
+            if request.block_ids and request is not spare:
+                self._give_up_blocks(request)
+                return True
+        if spare is not None and spare.block_ids and not self.running:
+            self._give_up_blocks(spare)
+            return True
+        return False
+
+    def _give_up_blocks(self, request: Request, mode: str | None = None) -> str:
+        """Swaps a sequence out, or frees its blocks, to be computed anew; tells which."""
+        mode = mode or self.config.preemption_mode
+        if mode == "auto":
+            is_cheap = self.costs.prefers_swap(request.num_computed_tokens)
+            mode = "swap" if is_cheap else "recompute"
+        if mode == "swap" and self.blocks.swap_out(request):
+            return "swap"
+        self.blocks.free(request)
+        return "recompute"
+
+    def _leave_queues(self, request: Request) -> None:
+        """Takes an ending request out of wherever it stands; its children queue up alone."""
+        parent = request.fork_of
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        elif parent is not None and request in parent.children:
+            parent.children.remove(request)
+        else:
+            self.waiting.remove(request)
+        self._queue_children(request)
+
+    def _queue_children(self, parent: Request) -> None:
+        for child in reversed(parent.children):
+            self.waiting.append_first(child)
+        parent.children.clear()

@@ -12,6 +12,25 @@ from paged_jax.sampling_params import SamplingParams
 from paged_jax.tokenizer import Tokenizer
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SequenceOp:
+    """What a request does with sequences that are held. The default: nothing.
+
+    Attributes:
+      fork_of: a held sequence that its tokens begin with, and whose blocks it shares.
+      takes_over: the held sequence gives its blocks up, because the request goes on from it.
+      hold: the request is held itself when it has ended.
+      prefill_only: all tokens but the last are computed, and nothing is sampled.
+      score_start: the first token that `prompt_logprobs` is about.
+    """
+
+    fork_of: Request | None = None
+    takes_over: bool = False
+    hold: bool = False
+    prefill_only: bool = False
+    score_start: int = 1
+
+
 class SequenceState:
     """One output in the making: a request, and what its tokens say."""
 
@@ -25,6 +44,7 @@ class SequenceState:
         params = request.params
         self.cumulative_logprob = 0.0
         self.logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: dict[int, dict[int, Logprob]] = {}  # by position
         self.detokenizer: IncrementalDetokenizer | None = None
         if params.detokenize and tokenizer is not None:
             self.detokenizer = IncrementalDetokenizer(
@@ -84,18 +104,36 @@ class SequenceState:
             stop_reason=request.stop_reason,
         )
 
+    def take_scores(self, sampled: SamplerOutput, rows: range, first_position: int) -> None:
+        """Takes the log-probabilities of known tokens.
+
+        Args:
+          sampled: the step's outputs on the host.
+          rows: where they stand.
+          first_position: of the first of these tokens in the sequence.
+        """
+        num_top = self.request.params.prompt_logprobs
+        for position, row in enumerate(rows, first_position):
+            token_id = self.request.token_ids[position]
+            self.prompt_logprobs[position] = self._entry(token_id, sampled, row, num_top or 0)
+
     def _append_logprobs(self, token_id: int, sampled: SamplerOutput, row: int) -> None:
         assert self.logprobs is not None and self.request.params.logprobs is not None
+        self.cumulative_logprob += float(sampled.logprob[row])
+        self.logprobs.append(self._entry(token_id, sampled, row, self.request.params.logprobs))
+
+    def _entry(
+        self, token_id: int, sampled: SamplerOutput, row: int, num_top: int
+    ) -> dict[int, Logprob]:
+        """The token's log-probability, and those of the `num_top` likeliest."""
         logprob = float(sampled.logprob[row])
-        self.cumulative_logprob += logprob
         entry = {token_id: self._logprob(token_id, logprob, int(sampled.rank[row]))}
-        num_top = min(self.request.params.logprobs, sampled.top_ids.shape[1])
-        for rank in range(num_top):
+        for rank in range(min(num_top, sampled.top_ids.shape[1])):
             top_id = int(sampled.top_ids[row, rank])
             if top_id not in entry:
                 top_logprob = float(sampled.top_logprobs[row, rank])
                 entry[top_id] = self._logprob(top_id, top_logprob, rank + 1)
-        self.logprobs.append(entry)
+        return entry
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> Logprob:
         text = None
@@ -131,6 +169,7 @@ class SequenceGroup:
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self._prompt_logprobs(),
             outputs=outputs,
             finished=finished,
             metrics=RequestMetrics(
@@ -141,3 +180,10 @@ class SequenceGroup:
             num_cached_tokens=requests[0].num_cached_tokens,
             error=errors[0] if errors else None,
         )
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """An entry for each token of the prompt; None for the first, and for what is not asked."""
+        if self.params.prompt_logprobs is None:
+            return None
+        scores = self.sequences[0].prompt_logprobs
+        return [scores.get(position) for position in range(len(self.prompt_token_ids))]

@@ -74,6 +74,12 @@ def resolve(
                 f"the KV pool would have {pool_bytes} bytes, and two blocks of {config.block_size} "
                 f"tokens need {2 * bytes_a_block}; {mend}"
             )
+    num_host_blocks = config.swap_space_bytes // bytes_a_block
+    if config.swap_space_bytes and not num_host_blocks:
+        raise ValueError(
+            f"swap_space_bytes={config.swap_space_bytes} holds no block of {config.block_size} "
+            f"tokens, which takes {bytes_a_block}; raise it to a multiple of that, or set it to 0"
+        )
     resolved = SchedulerConfig(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -81,6 +87,10 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        policy=config.scheduling_policy,
+        preemption_mode=config.preemption_mode,
+        num_host_blocks=num_host_blocks,
+        enable_host_prefix_cache=config.enable_host_prefix_cache,
     )
     num_tokens = (num_blocks - 1) * config.block_size
     logger.info("Available KV cache memory: %.2f GiB", num_blocks * bytes_a_block / GIB)

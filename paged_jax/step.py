@@ -38,8 +38,8 @@ def forward(
       tensor_axis: name of the mapped axis that the model is split over, None for one device.
 
     Returns:
-      The pool, and float32[S, vocab_size]: the logits after the last token of each sequence.
-      Rows of padding mean nothing.
+      The pool, and float32[S, vocab_size]: the logits after each token of `batch.sample_rows`,
+      the last one of each sequence. Rows of padding mean nothing.
     """
     model = model_module(config)
     batch = jax.tree.map(jnp.asarray, batch)  # It may be numpy's, and stand outside the jit.
@@ -59,9 +59,9 @@ def forward(
         config=config,
         tensor_axis=tensor_axis,
     )
-    # Only the last token of each sequence meets the output head, the widest product of all.
-    last_rows = jnp.maximum(batch.query_starts[1:] - 1, 0)
-    logits = model.logits(params, hidden[last_rows], config=config, tensor_axis=tensor_axis)
+    # Only the tokens that are asked for meet the output head, the widest product of all.
+    rows = hidden[batch.sample_rows]
+    logits = model.logits(params, rows, config=config, tensor_axis=tensor_axis)
     return KVPool(layers=tuple(layers), head_dim=pool.head_dim), logits
 
 

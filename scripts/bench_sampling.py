@@ -52,7 +52,7 @@ CASES = {
 def make_batch(num_rows: int, **fields: float) -> SamplingBatch:
     """A batch of `num_rows` equal rows but for their seeds; see `SamplingBatch` for the fields."""
     defaults = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, masked_tokens=-1)
-    values = {**defaults, "num_logprobs": -1, **fields}
+    values = {**defaults, "num_logprobs": -1, "forced_tokens": -1, **fields}
     full = {
         name: jnp.full(num_rows, value, jnp.int32 if isinstance(value, int) else jnp.float32)
         for name, value in values.items()

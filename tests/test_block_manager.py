@@ -49,6 +49,7 @@ def test_fifty_chats_on_a_prompt_of_1000_tokens_take_112_blocks():
     requests = [make_request(str(i), [*system, 5000 + i]) for i in range(50)]
     for request in requests:
         admit(manager, request)
+        request.num_computed_tokens = request.num_tokens
     assert manager.pool.num_used_blocks == 62 + 50
     manager.check_integrity(requests)
     apart = BlockManager(4000, 16, enable_prefix_caching=False)

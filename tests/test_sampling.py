@@ -27,8 +27,10 @@ def make_batch(num_rows, **fields):
         min_p=np.float32,
         positions=np.int32,
         num_logprobs=np.int32,
+        forced_tokens=np.int32,
     )
-    defaults = dict(temperature=0, top_k=0, top_p=1, min_p=0, positions=0, num_logprobs=-1)
+    defaults = dict(temperature=0, top_k=0, top_p=1, min_p=0, positions=0)
+    defaults |= dict(num_logprobs=-1, forced_tokens=-1)
     arrays = {
         name: np.broadcast_to(np.asarray(fields.get(name, default), dtypes[name]), (num_rows,))
         for name, default in defaults.items()

@@ -31,6 +31,7 @@ def draw(logits, *, seeds, positions, temperature=1.0, top_k=0, top_p=1.0, min_p
         positions=np.asarray(positions, np.int32),
         masked_tokens=jnp.full((count, 64), -1, jnp.int32),
         num_logprobs=full(-1, jnp.int32),
+        forced_tokens=full(-1, jnp.int32),
     )
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
     return np.asarray(step(rows, batch).token_ids)

@@ -1,0 +1,377 @@
+"""Carries out `BlockMoves` on the KV pool, and keeps the blocks that are swapped out.
+
+    swap out   gather to new arrays -> host, under way while the step runs -> settle: host store
+    copies     one call for all layers, in the pool's buffers
+    swap in    host store -> staged, contiguous -> device -> scatter into the pool's buffers
+
+Blocks travel in chunks of a fixed size, of all layers each, so that few programs do for every
+number of blocks and one transfer moves many. A list shorter than its chunk is filled up with the
+null block.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+
+from paged_jax.block_moves import BlockMoves, BlockPairs
+from paged_jax.kv_pool import KVPool
+from pallas_kernels import copy_blocks, gather_blocks, scatter_blocks
+
+Layers = tuple[jax.Array, ...]
+
+_COPIES_A_CALL = 64  # Those that are not real cost nothing.
+# A swap's chunk is copied whole, so that a few blocks go in small ones. Large ones amortise the
+# call, and are bounded because they take device memory beside the pool.
+_SMALL_CHUNK_BLOCKS = 8
+_LARGE_CHUNK_BLOCKS = 64
+_MAX_CHUNK_BYTES = 64 * 2**20
+_ALIGNMENT_BYTES = 64
+_MAX_CHUNKS_UNDER_WAY = 2  # Large ones, in each direction: one arrives while the next one starts.
+
+
+# One function each for all movers of the process: a second one of the same shapes compiles nothing.
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="layers")
+def _copy(layers: Layers, src_ids, dst_ids, num_copies, *, implementation: str | None) -> Layers:
+    return copy_blocks(layers, src_ids, dst_ids, num_copies, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnames="implementation")
+def _gather(layers: Layers, block_ids, *, implementation: str | None) -> Layers:
+    return gather_blocks(layers, block_ids, implementation=implementation)
+
+
+@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="layers")
+def _scatter(
+    layers: Layers, block_ids, num_blocks, blocks: Layers, *, implementation: str | None
+) -> Layers:
+    return scatter_blocks(layers, block_ids, num_blocks, blocks, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Blocks that travel together, as swaps number them on both sides."""
+
+    device_ids: np.ndarray  # int32[chunk size], filled up with the null block
+    host_ids: np.ndarray  # int32[num_blocks], the real ones
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.host_ids)
+
+
+class BlockMover:
+    """Moves blocks within a KV pool, and between it and a store in host memory.
+
+    Not safe for several threads. If `apply` or `settle` raises anything but a ValueError for its
+    moves, call `reset` before the next step, and make a new pool if `KVPool.is_deleted`.
+
+    Args:
+      pool: gives shapes, dtypes and devices; it is not kept.
+      num_host_blocks: blocks of the host store, block 0, which is never used, included. Its memory
+        is taken from the system page by page, as blocks arrive.
+      implementation: of the block ops, see `pallas_kernels.copy_blocks`.
+
+    Attributes:
+      transfer_bytes: of all blocks swapped so far, out and in, without what fills up chunks.
+      transfer_seconds: what the host has spent on them: staging, dispatching, waiting for what has
+        not arrived, and storing. Work that a device did meanwhile is not in it.
+
+    Raises:
+      ValueError: num_host_blocks is negative, or the implementation does not take the pool (when
+        it is compiled).
+      MemoryError: the host's address space has no room for the store.
+    """
+
+    def __init__(
+        self, pool: KVPool, *, num_host_blocks: int = 0, implementation: str | None = None
+    ):
+        if num_host_blocks < 0:
+            raise ValueError(f"num_host_blocks={num_host_blocks}: it must be 0 (no swap) or more")
+        self.num_blocks = pool.num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.bytes_a_block = pool.num_bytes // pool.num_blocks
+        self.transfer_bytes = 0
+        self.transfer_seconds = 0.0
+        self._implementation = implementation
+        self._layers = tuple(
+            jax.ShapeDtypeStruct(layer.shape, layer.dtype, sharding=layer.sharding)
+            for layer in pool.layers
+        )
+        self._shardings = tuple(layer.sharding for layer in pool.layers)
+        self._pinned_shardings = tuple(map(pinned_sharding, self._shardings))
+        self._store = _empty_blocks(self._layers, num_host_blocks)
+        large = max(1, min(_LARGE_CHUNK_BLOCKS, _MAX_CHUNK_BYTES // self.bytes_a_block))
+        self._chunk_sizes = (min(_SMALL_CHUNK_BLOCKS, large), large)
+        self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
+        # Gathered, on their way to the host, oldest first.
+        self._outgoing: collections.deque[tuple[_Chunk, Layers]] = collections.deque()
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Size of the host store in bytes, whether its pages are in use or not."""
+        return self.num_host_blocks * self.bytes_a_block
+
+    @property
+    def temporary_bytes(self) -> int:
+        """Device memory that swaps hold at most beside the pool, both directions together."""
+        if not self.num_host_blocks:
+            return 0
+        return 2 * _MAX_CHUNKS_UNDER_WAY * self._chunk_sizes[-1] * self.bytes_a_block
+
+    def warm_up(self) -> None:
+        """Compiles every program that `apply` may need; those of swaps only with a host store."""
+        keys = [("copy", _COPIES_A_CALL)]
+        if self.num_host_blocks:
+            keys += [(name, n) for n in set(self._chunk_sizes) for name in ("gather", "scatter")]
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+            list(threads.map(self._program, keys))
+
+    def apply(self, pool: KVPool, moves: BlockMoves) -> KVPool:
+        """Dispatches a step's moves, which then come before whatever is dispatched later.
+
+        The pool is donated and written in its own buffers. Blocks swapped out are on their way when
+        this returns, and `settle` stores them. It waits for blocks on their way if a swap in reads
+        one of them, and for the oldest when they would take more than `temporary_bytes`.
+
+        Args:
+          pool: of the shapes that the mover was made for.
+          moves: see `BlockMoves`; blocks are numbered from 1. A host block that nothing was
+            swapped out to holds anything.
+
+        Raises:
+          ValueError: a block is out of range, written twice, or copied from and to. Nothing has
+            moved, and the pool is as it was.
+        """
+        self._check(moves)
+        staged = self._stage(moves.swap_in)  # The store as it stood before the step.
+        self._send_out(pool.layers, moves.swap_out)
+        layers = pool.layers
+        for start in range(0, len(moves.copies), _COPIES_A_CALL):
+            pairs = np.array(moves.copies[start : start + _COPIES_A_CALL], np.int32)
+            ids = np.zeros((2, _COPIES_A_CALL), np.int32)
+            ids[:, : len(pairs)] = pairs.T
+            program = self._program(("copy", _COPIES_A_CALL))
+            layers = program(layers, ids[0], ids[1], np.int32(len(pairs)))
+        return dataclasses.replace(pool, layers=self._send_in(layers, staged))
+
+    def settle(self) -> None:
+        """Stores what is on its way to the host; best called when a step's results were read."""
+        while self._outgoing:
+            self._store_oldest()
+
+    def reset(self) -> None:
+        """Forgets what is on its way to the host; the host blocks it was for hold anything.
+
+        Blocks stored before, and the counters, stay.
+        """
+        self._outgoing.clear()
+
+    def measure_bandwidth(self, pool: KVPool) -> tuple[KVPool, float]:
+        """Takes a large chunk of blocks to the host and back, waiting for each way, three times.
+
+        Args:
+          pool: donated; its blocks hold the same afterwards.
+
+        Returns:
+          The pool, and the median of bytes a second: the blocks' bytes out and in, by the seconds
+          of both ways. The counters are left alone.
+
+        Raises:
+          ValueError: there is no host store.
+        """
+        if not self.num_host_blocks:
+            raise ValueError("num_host_blocks=0: there is no swap to measure; give it 2 or more")
+        num_blocks = min(self._chunk_sizes[-1], self.num_blocks - 1)
+        blocks = _empty_blocks(self._layers, num_blocks)
+        pairs = tuple((block, block - 1) for block in range(1, num_blocks + 1))
+        (chunk,) = list(self._chunks(pairs, sizes=self._chunk_sizes[-1:]))
+        layers, seconds = jax.block_until_ready(pool.layers), []
+        for _ in range(3):
+            start = time.perf_counter()
+            _write_rows(blocks, chunk, self._start_gather(layers, chunk))
+            layers = self._scatter_chunk(layers, chunk, _read_rows(blocks, chunk))
+            jax.block_until_ready(layers)
+            seconds.append(time.perf_counter() - start)
+        num_bytes = 2 * num_blocks * self.bytes_a_block
+        return dataclasses.replace(pool, layers=layers), num_bytes / statistics.median(seconds)
+
+    def _check(self, moves: BlockMoves) -> None:
+        for name in ("swap_out", "copies", "swap_in"):
+            pairs = getattr(moves, name)
+            is_host = (name == "swap_in", name == "swap_out")
+            if pairs and any(is_host) and not self.num_host_blocks:
+                raise ValueError(
+                    f"{name} holds {pairs[0]}, and num_host_blocks=0; give the mover a host store"
+                )
+            limits = [self.num_host_blocks if host else self.num_blocks for host in is_host]
+            for i, pair in enumerate(pairs):
+                for block, limit, host in zip(pair, limits, is_host, strict=True):
+                    if not 0 < block < limit:
+                        raise ValueError(
+                            f"{name}[{i}]={pair}: {'host' if host else 'device'} block {block} is "
+                            f"out of range; use 1 to {limit - 1}, since block 0 is the null block"
+                        )
+        _check_once("swap_out", "host", [host for _, host in moves.swap_out])
+        written = [dst for _, dst in moves.copies] + [dst for _, dst in moves.swap_in]
+        _check_once("copies and swap_in", "device", written)
+        both = {src for src, _ in moves.copies}.intersection(dst for _, dst in moves.copies)
+        if both:
+            raise ValueError(
+                f"copies has device block {min(both)} as a source and as a destination; copy from "
+                "where its content came from, or in the next step"
+            )
+
+    def _chunks(self, pairs: BlockPairs, sizes: tuple[int, ...]) -> Iterator[_Chunk]:
+        """(device, host) pairs in chunks of the smallest and largest of `sizes`."""
+        small, large = sizes[0], sizes[-1]
+        ids = np.array(pairs, np.int32).reshape(-1, 2)
+        start = 0
+        while start < len(ids):
+            # Several small chunks cost less than a large one that is half empty.
+            size = large if 2 * (len(ids) - start) > large else small
+            part = ids[start : start + size]
+            start += size
+            device_ids = np.zeros(size, np.int32)
+            device_ids[: len(part)] = part[:, 0]
+            yield _Chunk(device_ids, part[:, 1])
+
+    def _stage(self, swap_in: BlockPairs) -> list[tuple[_Chunk, list[np.ndarray]]]:
+        """The wanted host blocks, in arrays that nothing else ever writes to."""
+        under_way = {block for chunk, _ in self._outgoing for block in chunk.host_ids.tolist()}
+        if not under_way.isdisjoint(host for host, _ in swap_in):
+            self.settle()
+        start = time.perf_counter()
+        pairs = tuple((device, host) for host, device in swap_in)
+        chunks = self._chunks(pairs, self._chunk_sizes)
+        staged = [(chunk, _read_rows(self._store, chunk)) for chunk in chunks]
+        self.transfer_seconds += time.perf_counter() - start
+        return staged
+
+    def _send_out(self, layers: Layers, swap_out: BlockPairs) -> None:
+        room = _MAX_CHUNKS_UNDER_WAY * self._chunk_sizes[-1]
+        for chunk in self._chunks(swap_out, self._chunk_sizes):
+            # Oldest first, so that a host block swapped out to twice ends with the later content.
+            while sum(len(c.device_ids) for c, _ in self._outgoing) + len(chunk.device_ids) > room:
+                self._store_oldest()
+            start = time.perf_counter()
+            self._outgoing.append((chunk, self._start_gather(layers, chunk)))
+            self.transfer_seconds += time.perf_counter() - start
+
+    def _start_gather(self, layers: Layers, chunk: _Chunk) -> Layers:
+        """Copies of a chunk's blocks, on their way to the host."""
+        blocks = self._program(("gather", len(chunk.device_ids)))(layers, chunk.device_ids)
+        if None not in self._pinned_shardings:
+            return jax.device_put(blocks, self._pinned_shardings)
+        for part in blocks:
+            part.copy_to_host_async()
+        return blocks
+
+    def _store_oldest(self) -> None:
+        start = time.perf_counter()
+        chunk, blocks = self._outgoing.popleft()
+        _write_rows(self._store, chunk, blocks)
+        self.transfer_bytes += chunk.num_blocks * self.bytes_a_block
+        self.transfer_seconds += time.perf_counter() - start
+
+    def _send_in(self, layers: Layers, staged: list[tuple[_Chunk, list[np.ndarray]]]) -> Layers:
+        start = time.perf_counter()
+        room, num_under_way = _MAX_CHUNKS_UNDER_WAY * self._chunk_sizes[-1], 0
+        for chunk, blocks in staged:
+            num_under_way += len(chunk.device_ids)
+            if num_under_way > room:  # What the device still holds of earlier chunks is freed.
+                jax.block_until_ready(layers)
+                num_under_way = len(chunk.device_ids)
+            layers = self._scatter_chunk(layers, chunk, blocks)
+            self.transfer_bytes += chunk.num_blocks * self.bytes_a_block
+        self.transfer_seconds += time.perf_counter() - start
+        return layers
+
+    def _scatter_chunk(self, layers: Layers, chunk: _Chunk, blocks: list[np.ndarray]) -> Layers:
+        on_device = jax.device_put(tuple(blocks), self._shardings)
+        program = self._program(("scatter", len(chunk.device_ids)))
+        return program(layers, chunk.device_ids, np.int32(chunk.num_blocks), on_device)
+
+    def _program(self, key: tuple[str, int]) -> jax.stages.Compiled:
+        """The program of an op ("copy", "gather", "scatter") and a number of block ids."""
+        if key not in self._programs:
+            self._programs[key] = self._lower(*key).compile()
+        return self._programs[key]
+
+    def _lower(self, name: str, num_ids: int) -> jax.stages.Lowered:
+        layers, implementation = self._layers, self._implementation
+        ids, count = jax.ShapeDtypeStruct((num_ids,), np.int32), jax.ShapeDtypeStruct((), np.int32)
+        if name == "copy":
+            return _copy.lower(layers, ids, ids, count, implementation=implementation)
+        if name == "gather":
+            return _gather.lower(layers, ids, implementation=implementation)
+        blocks = tuple(
+            jax.ShapeDtypeStruct((num_ids, *layer.shape[1:]), layer.dtype, sharding=layer.sharding)
+            for layer in layers
+        )
+        return _scatter.lower(layers, ids, count, blocks, implementation=implementation)
+
+
+def pinned_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | None:
+    """The same devices' pinned host memory, which DMA engines reach; None if it gains nothing."""
+    device = next(iter(sharding.device_set))
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if device.platform == "cpu" or "pinned_host" not in kinds:
+        return None
+    return sharding.with_memory_kind("pinned_host")
+
+
+def _check_once(fields: str, where: str, blocks: list[int]) -> None:
+    if len(set(blocks)) < len(blocks):
+        twice = next(block for block, n in collections.Counter(blocks).items() if n > 1)
+        raise ValueError(
+            f"{fields} write to {where} block {twice} more than once; give it one content a step"
+        )
+
+
+def _empty_blocks(layers: Sequence[Any], num_blocks: int) -> list[np.ndarray]:
+    """Room for blocks of each layer, in one piece of memory that holds anything.
+
+    Each array starts where XLA's CPU backend can read it in place: `jax.device_put` of a chunk of
+    47 MB takes 1 ms then, and 5 to 15 ms elsewhere.
+    """
+    shapes = [(num_blocks, *layer.shape[1:]) for layer in layers]
+    num_bytes = [
+        math.prod(s) * np.dtype(x.dtype).itemsize for s, x in zip(shapes, layers, strict=True)
+    ]
+    memory = np.empty(sum(num_bytes) + _ALIGNMENT_BYTES * (len(shapes) + 1), np.uint8)
+    blocks, start = [], 0
+    for layer, shape, size in zip(layers, shapes, num_bytes, strict=True):
+        start += -(memory.ctypes.data + start) % _ALIGNMENT_BYTES
+        blocks.append(memory[start : start + size].view(layer.dtype).reshape(shape))
+        start += size
+    return blocks
+
+
+def _read_rows(store: list[np.ndarray], chunk: _Chunk) -> list[np.ndarray]:
+    """A chunk's host blocks in new arrays of the chunk's size.
+
+    New ones each time, because a device may read them in place until its work is done.
+    """
+    rows = _empty_blocks(store, len(chunk.device_ids))
+    for layer, part in zip(store, rows, strict=True):
+        # The ids are checked; with "raise", numpy would go through a buffer.
+        np.take(layer, chunk.host_ids, axis=0, out=part[: chunk.num_blocks], mode="clip")
+    return rows
+
+
+def _write_rows(store: list[np.ndarray], chunk: _Chunk, blocks: Layers) -> None:
+    """Waits for a chunk's blocks and puts them into the store."""
+    for layer, part in zip(store, blocks, strict=True):
+        layer[chunk.host_ids] = np.asarray(part)[: chunk.num_blocks]

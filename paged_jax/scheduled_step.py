@@ -1,0 +1,71 @@
+"""What one step computes: the scheduler's word to the device half."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import NamedTuple
+
+from paged_jax.block_moves import NO_MOVES, BlockMoves
+from paged_jax.request import Request
+
+
+class ScheduledChunk(NamedTuple):
+    """`num_tokens` tokens of one request, from its token `start` on.
+
+    A chunk of no tokens follows that of the sequence it forks from in this step: it samples from
+    the same logits.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk reaches the sequence's last token, so that a new token is sampled."""
+        return self.start + self.num_tokens == len(self.request.token_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits that the chunk asks for, those of its last tokens."""
+        return self.request.num_rows(self.start, self.start + self.num_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledStep:
+    """What the next step computes, what is moved before it, and who was preempted for it."""
+
+    chunks: tuple[ScheduledChunk, ...]
+    preempted: tuple[Request, ...] = ()
+    # How many of the chunks, the last ones, are of requests that this step admitted
+    num_admitted: int = 0
+    moves: BlockMoves = NO_MOVES
+    # Rows of logits beyond one a chunk
+    num_scored_rows: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def admitted(self) -> tuple[ScheduledChunk, ...]:
+        return self.chunks[len(self.chunks) - self.num_admitted :]
+
+    def rows(self) -> list[range]:
+        """Each chunk's rows of logits; the last one is that of its last token."""
+        if not self.num_scored_rows:
+            return [range(i, i + 1) for i in range(len(self.chunks))]
+        ends = list(itertools.accumulate(chunk.num_rows for chunk in self.chunks))
+        return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+
+    @property
+    def reads_what_it_writes(self) -> bool:
+        """Whether a sequence may read blocks that others fill in this step: only one that joins
+        may, since its cached prefix may end in such a block.
+        """
+        return any(chunk.start > 0 for chunk in self.admitted)

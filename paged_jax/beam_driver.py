@@ -43,19 +43,19 @@ class BeamEngine(Protocol[HandleT]):
     @property
     def max_num_seqs(self) -> int: ...
 
-    def start(self, prompt: ParsedPrompt) -> HandleT:
+    def start(self, prompt: ParsedPrompt, /) -> HandleT:
         """A new sequence; nothing needs to be computed yet. ValueError if it cannot be served."""
         ...
 
-    def fork(self, handle: HandleT) -> HandleT:
+    def fork(self, handle: HandleT, /) -> HandleT:
         """A second sequence of the same tokens, which shares all that is computed of the first."""
         ...
 
-    def extend(self, handle: HandleT, token_id: int) -> None:
+    def extend(self, handle: HandleT, token_id: int, /) -> None:
         """Appends a token, to be computed by the next `next_logprobs`."""
         ...
 
-    def next_logprobs(self, handles: Sequence[HandleT], k: int) -> tuple[np.ndarray, np.ndarray]:
+    def next_logprobs(self, handles: Sequence[HandleT], k: int, /) -> tuple[np.ndarray, np.ndarray]:
         """Computes what these sequences lack, and gives the k likeliest next tokens of each.
 
         Returns:
@@ -64,7 +64,7 @@ class BeamEngine(Protocol[HandleT]):
         """
         ...
 
-    def drop(self, handle: HandleT) -> None:
+    def drop(self, handle: HandleT, /) -> None:
         """Forgets a sequence, and frees at once what it alone holds."""
         ...
 

@@ -112,7 +112,7 @@ class BlockMover:
         self._shardings = tuple(layer.sharding for layer in pool.layers)
         self._pinned_shardings = tuple(map(pinned_sharding, self._shardings))
         self._store = _empty_blocks(self._layers, num_host_blocks)
-        large = max(1, min(_LARGE_CHUNK_BLOCKS, _MAX_CHUNK_BYTES // self.bytes_a_block))
+        large = _large_chunk_blocks(self.bytes_a_block)
         self._chunk_sizes = (min(_SMALL_CHUNK_BLOCKS, large), large)
         self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
         # Gathered, on their way to the host, oldest first.
@@ -126,9 +126,7 @@ class BlockMover:
     @property
     def temporary_bytes(self) -> int:
         """Device memory that swaps hold at most beside the pool, both directions together."""
-        if not self.num_host_blocks:
-            return 0
-        return 2 * _MAX_CHUNKS_UNDER_WAY * self._chunk_sizes[-1] * self.bytes_a_block
+        return swap_temporary_bytes(self.bytes_a_block) if self.num_host_blocks else 0
 
     def warm_up(self) -> None:
         """Compiles every program that `apply` may need; those of swaps only with a host store."""
@@ -321,6 +319,15 @@ class BlockMover:
             for layer in layers
         )
         return _scatter.lower(layers, ids, count, blocks, implementation=implementation)
+
+
+def swap_temporary_bytes(bytes_a_block: int) -> int:
+    """Device memory that the swaps of a mover hold at most beside the pool."""
+    return 2 * _MAX_CHUNKS_UNDER_WAY * _large_chunk_blocks(bytes_a_block) * bytes_a_block
+
+
+def _large_chunk_blocks(bytes_a_block: int) -> int:
+    return max(1, min(_LARGE_CHUNK_BLOCKS, _MAX_CHUNK_BYTES // bytes_a_block))
 
 
 def pinned_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 BlockPairs = tuple[tuple[int, int], ...]
 
 
@@ -24,6 +26,11 @@ class BlockMoves:
     swap_out: BlockPairs = ()
     copies: BlockPairs = ()
     swap_in: BlockPairs = ()
+
+    def copy_arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Sources and destinations of the copies, int32[N] each, for `pallas_kernels.copy_blocks`."""
+        pairs = np.array(self.copies, np.int32).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
 
     def __bool__(self) -> bool:
         return bool(self.swap_out or self.copies or self.swap_in)

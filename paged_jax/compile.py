@@ -98,6 +98,11 @@ class StepRunner:
         self.pool, output = program(self.params, pool=self.pool, batch=batch, sampling=sampling)
         return output
 
+    def measure_swap(self) -> float:
+        """Bytes a second that blocks travel at between device and host; takes a moment."""
+        self.pool, bytes_per_second = self.mover.measure_bandwidth(self.pool)
+        return bytes_per_second
+
     def settle(self) -> None:
         """Stores the blocks that are on their way to the host; when a step's results were read."""
         self.mover.settle()
@@ -105,14 +110,15 @@ class StepRunner:
     def warm_up(self) -> None:
         """Compiles every shape, a few at a time, or reads it from the cache on disk."""
         start = time.perf_counter()
-        self.mover.warm_up()
         shapes = self.buckets.shapes()
         # XLA leaves cores idle while it compiles one program.
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+            moves = threads.submit(self.mover.warm_up)
             done = threads.map(self._compile, shapes)
             bar = tqdm(done, desc="Preparing step shapes", total=len(shapes), leave=False)
             for _ in bar:
                 pass
+            moves.result()
         seconds = time.perf_counter() - start
         logger.info("Warm-up: %d step shapes ready in %.1f s", len(shapes), seconds)
 

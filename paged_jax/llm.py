@@ -381,7 +381,7 @@ def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: Engine
     )
     if config.warmup:
         runner.warm_up()
-    return Engine(
+    engine = Engine(
         runner,
         scheduler_config,
         vocab_size=model.config.vocab_size,
@@ -392,3 +392,6 @@ def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: Engine
         swap_alert_tokens_per_second=config.swap_alert_tokens_per_second,
         watch_prefixes=config.watch_prefixes,
     )
+    if scheduler_config.num_host_blocks and config.preemption_mode == "auto":
+        engine.scheduler.costs.swap_bytes_per_second = runner.measure_swap()
+    return engine

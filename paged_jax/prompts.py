@@ -102,7 +102,7 @@ def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
 def _checked_keys(keys: Any) -> tuple[str | int, ...]:
     if keys is None:
         return ()
-    as_list = list(keys) if isinstance(keys, (list, tuple)) else [None]
+    as_list: list[Any] = list(keys) if isinstance(keys, (list, tuple)) else [None]
     if not all(isinstance(key, (str, int)) and not isinstance(key, bool) for key in as_list):
         raise ValueError(f"extra_keys={keys!r}: it must be a list of strings and integers")
     return tuple(as_list)

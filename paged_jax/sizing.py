@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from paged_jax.batch import Buckets
+from paged_jax.block_mover import swap_temporary_bytes
 from paged_jax.compile import lower_step, temporary_bytes
 from paged_jax.config import EngineConfig, SchedulerConfig
 from paged_jax.kv_pool import KVPool, uses_tpu_kernels
@@ -63,6 +64,8 @@ def resolve(
             pool_bytes = min(room, max(CPU_POOL_BYTES, longest))
         else:
             pool_bytes = _device_room(config, model, params, buckets, pool_form, device)
+            if config.swap_space_bytes:
+                pool_bytes -= swap_temporary_bytes(bytes_a_block)
         num_blocks = max(pool_bytes, 0) // bytes_a_block
         if num_blocks < 2:
             mend = (

@@ -28,7 +28,7 @@ class BlockMoves:
     swap_in: BlockPairs = ()
 
     def copy_arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Sources and destinations of the copies, int32[N] each, for `pallas_kernels.copy_blocks`."""
+        """Sources and destinations of the copies, int32[N] each; `copy_blocks` takes them."""
         pairs = np.array(self.copies, np.int32).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 

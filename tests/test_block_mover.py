@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import functools
+import itertools
 from typing import Any
 
 import jax

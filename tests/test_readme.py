@@ -32,10 +32,33 @@ def test_the_functional_core_under_the_readers_own_jit(demo_model_path, monkeypa
         max_num_batched_tokens=32,
         warmup=False,
     )
-    params = pj.SamplingParams(temperature=0, max_tokens=names["num_new"], ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in names["prompts"]], params)
-    ours = np.concatenate([np.asarray(names["first"])[None], np.asarray(names["rest"])]).T
-    assert ours.tolist() == [output.outputs[0].token_ids for output in outputs]
+    ours = np.concatenate([np.asarray(names["first"])[None], np.asarray(names["rest"])]).T.tolist()
+    second_best = ours[2].pop(0)
+    prompts = [*names["prompts"], [*names["prompts"][0], second_best]]
+    params = [
+        pj.SamplingParams(temperature=0, max_tokens=len(tokens), ignore_eos=True) for tokens in ours
+    ]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
+    assert ours == [output.outputs[0].token_ids for output in outputs]
+    assert len(names["sources"]) == 1, "the fork shares a partly filled block"
+    start = pj.SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    (output,) = llm.generate([{"prompt_token_ids": prompts[0]}], start)
+    assert [*output.outputs[0].logprobs[0]] == [ours[0][0], second_best]
+
+
+def test_forks_searches_and_scores(demo_model_path, capsys):
+    llm = pj.LLM(
+        demo_model_path, num_gpu_blocks_override=64, max_model_len=128, max_num_seqs=8,
+        max_num_batched_tokens=32, warmup=False,
+    )  # fmt: skip
+    section = README.split("### Forks, searches, scores\n")[1]
+    code = re.findall(r"```python\n(.*?)```", section, re.S)[0]
+    exec(compile(code, "README.md", "exec"), {"llm": llm, "SamplingParams": pj.SamplingParams})
+    printed = capsys.readouterr().out
+    assert printed.startswith("Once upon a time there was a king who")
+    assert "KV in use" in printed and "Lisbon" in printed
+    assert not llm.engine.scheduler.held
+    assert llm.engine.scheduler.blocks.pool.num_used_blocks == 0
 
 
 def test_the_kernels_without_the_engine(capsys):

@@ -63,6 +63,13 @@ MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
 )
 KV_CACHE_MEMORY_BYTES = flags.DEFINE_integer("kv_cache_memory_bytes", None, "Size of the KV pool.")
 BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens a block.")
+PREEMPTION_MODE = flags.DEFINE_enum(
+    "preemption_mode", "auto", ["auto", "recompute", "swap"], "For a prompt whose blocks are needed."
+)
+SWAP_SPACE_BYTES = flags.DEFINE_integer("swap_space_bytes", 0, "Host memory for swapping.")
+HOST_PREFIX_CACHE = flags.DEFINE_bool(
+    "enable_host_prefix_cache", False, "Keep evicted prefixes in the swap space."
+)
 PREFIX_CACHING = flags.DEFINE_bool("enable_prefix_caching", True, "Share blocks of equal prefixes.")
 REPORT = flags.DEFINE_bool("report", True, "End with a short report on standard error.")
 
@@ -200,6 +207,9 @@ def _engine_options() -> dict[str, Any]:
         "kv_cache_memory_bytes": KV_CACHE_MEMORY_BYTES.value,
         "block_size": BLOCK_SIZE.value,
         "enable_prefix_caching": PREFIX_CACHING.value,
+        "preemption_mode": PREEMPTION_MODE.value,
+        "swap_space_bytes": SWAP_SPACE_BYTES.value,
+        "enable_host_prefix_cache": HOST_PREFIX_CACHE.value,
     }
     EngineConfig(**options)  # Wrong values are refused before a model is loaded.
     return options

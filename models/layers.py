@@ -8,9 +8,13 @@ import numpy as np
 from jax import lax
 
 from paged_jax.models.config import RopeConfig
+from paged_jax.models.quantized import QuantizedMatrix
+
+# A weight [out, in]: as it is, or in int8.
+Matrix = jax.Array | QuantizedMatrix
 
 
-def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
     """x @ weight.T.
 
     Args:
@@ -21,6 +25,8 @@ def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = Non
             x.dtype when None.
     Returns: [..., out].
     """
+    if isinstance(weight, QuantizedMatrix):
+        return weight.multiply(x, out_dtype)
     # By default TPUs multiply float32 in bfloat16 passes and GPUs in TF32.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(
@@ -32,7 +38,7 @@ def linear(x: jax.Array, weight: jax.Array, *, out_dtype: jnp.dtype | None = Non
     )
 
 
-def row_parallel_linear(x: jax.Array, weight: jax.Array, tensor_axis: str | None) -> jax.Array:
+def row_parallel_linear(x: jax.Array, weight: Matrix, tensor_axis: str | None) -> jax.Array:
     """linear() where each device of tensor_axis holds a slice of the contracted dimension.
 
     Partial sums are added in float32, so that bfloat16 is rounded once and not once per device.
@@ -49,7 +55,7 @@ def row_parallel_linear(x: jax.Array, weight: jax.Array, tensor_axis: str | None
 
 
 def vocab_parallel_embedding(
-    table: jax.Array, token_ids: jax.Array, *, vocab_size: int, tensor_axis: str | None
+    table: Matrix, token_ids: jax.Array, *, vocab_size: int, tensor_axis: str | None
 ) -> jax.Array:
     """Rows of an embedding table that is whole, or split by rows over tensor_axis.
 
@@ -60,11 +66,15 @@ def vocab_parallel_embedding(
     """
     num_rows = table.shape[0]
     if tensor_axis is None or num_rows == vocab_size:
-        return table[token_ids]
+        return _take_rows(table, token_ids)
     local_ids = token_ids - lax.axis_index(tensor_axis) * num_rows
     is_local = (local_ids >= 0) & (local_ids < num_rows)
-    rows = table[jnp.clip(local_ids, 0, num_rows - 1)]
+    rows = _take_rows(table, jnp.clip(local_ids, 0, num_rows - 1))
     return lax.psum(jnp.where(is_local[:, None], rows, 0), tensor_axis)
+
+
+def _take_rows(table: Matrix, row_ids: jax.Array) -> jax.Array:
+    return table.take_rows(row_ids) if isinstance(table, QuantizedMatrix) else table[row_ids]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -10,7 +10,8 @@ import jax
 
 from paged_jax.models.checkpoint import Checkpoint
 from paged_jax.models.config import ModelConfig
-from paged_jax.models.params import DTYPES, load_params
+from paged_jax.models.params import DTYPES, check_quantization, load_params
+from paged_jax.models.quantized import Quantization
 from paged_jax.models.weights_gguf import open_gguf
 from paged_jax.models.weights_hf import open_folder
 from paged_jax.tokenizer import Tokenizer
@@ -41,7 +42,10 @@ class LoadedModel:
 
     config: its sizes.
     params: the architecture's pytree of weights on the default device, such as LlamaParams.
-    dtype: "float32" or "bfloat16", of the weights (norm weights are always float32).
+    dtype: "float32" or "bfloat16", of the weights (norm weights are always float32) and of what
+        is computed with them.
+    quantization: "int8" or "int8_weight_only" where matrices are stored in int8, see
+        `models/quantized.py`; None where not.
     eos_token_ids: any of these ends a text; empty where the checkpoint names none.
     bos_token_id: None where the checkpoint names none.
     generation_defaults: the checkpoint's advice on sampling (generation_config.json, or a GGUF
@@ -59,6 +63,7 @@ class LoadedModel:
     generation_defaults: dict[str, Any]
     tokenizer_source: GgufSource | FolderSource
     name: str
+    quantization: Quantization | None = None
 
     def load_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, chat template included.
@@ -71,7 +76,11 @@ class LoadedModel:
 
 
 def load_model(
-    model: str | os.PathLike[str], *, dtype: str = "auto", revision: str | None = None
+    model: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    quantization: Quantization | None = None,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Loads configuration and weights of a model.
 
@@ -80,13 +89,17 @@ def load_model(
             "org/name"; or one file of a hub repository, "org/name:file.gguf".
         dtype: "float32", "bfloat16" or "auto". Auto is float32 on CPU, where bfloat16 is slower;
             elsewhere float32 for a float32 checkpoint and bfloat16 for any other.
+        quantization: "int8" keeps matrices in int8 and quantises activations on the way, whatever
+            the checkpoint's own format; "int8_weight_only" leaves the activations alone; None
+            quantises nothing.
         revision: branch, tag or commit, for hub ids only.
     Raises:
         FileNotFoundError: nothing by this name here or on the hub.
         ImportError: a GGUF file without the gguf package.
         ModelLoadError: the checkpoint is broken or of a kind that is not supported.
-        ValueError: dtype or revision is not one of those above.
+        ValueError: dtype, quantization or revision is not one of those above.
     """
+    check_quantization(quantization)
     if dtype not in (*DTYPES, "auto"):
         raise ValueError(f"dtype={dtype!r} is not supported: use 'auto' or one of {DTYPES}")
     path, name = _locate(model, revision)
@@ -97,13 +110,14 @@ def load_model(
     dtype = _choose_dtype(checkpoint) if dtype == "auto" else dtype
     return LoadedModel(
         config=checkpoint.config,
-        params=load_params(checkpoint.specs, checkpoint.read, dtype),
+        params=load_params(checkpoint.specs, checkpoint.read, dtype, quantization),
         dtype=dtype,
         eos_token_ids=checkpoint.generation.eos_token_ids,
         bos_token_id=checkpoint.generation.bos_token_id,
         generation_defaults=checkpoint.generation.defaults,
         tokenizer_source=source,
         name=name,
+        quantization=quantization,
     )
 
 

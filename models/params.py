@@ -13,6 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from paged_jax.models.config import ModelLoadError
+from paged_jax.models.quantized import (
+    QUANTIZATIONS,
+    Quantization,
+    QuantizedMatrix,
+    quantize_matrix,
+)
 
 DTYPES = ("float32", "bfloat16")
 
@@ -49,6 +55,11 @@ class ParamSpec:
         num_rows = sum(tensor.shape[0] for tensor in self.tensors)
         return (num_rows, *self.tensors[0].shape[1:])
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether quantisation takes it: a weight of two dimensions in the model's dtype."""
+        return self.dtype is None and len(self.shape) == 2
+
 
 def _is_spec(node: object) -> bool:
     return isinstance(node, ParamSpec)
@@ -74,10 +85,19 @@ def rename_tensors(specs: Any, rename: Callable[[str], str]) -> Any:
     return _map_specs(rename_all, specs)
 
 
-def abstract_params(specs: Any, dtype: str) -> Any:
+def abstract_params(specs: Any, dtype: str, quantization: Quantization | None = None) -> Any:
     """The parameters as jax.ShapeDtypeStruct, for lowering and for planning memory."""
     check_dtype(dtype)
-    return _map_specs(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs)
+    check_quantization(quantization)
+
+    def abstract(spec: ParamSpec) -> Any:
+        if quantization is None or not spec.is_matrix:
+            return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype)
+        values = jax.ShapeDtypeStruct(spec.shape, jnp.int8)
+        scale = jax.ShapeDtypeStruct(spec.shape[:1], jnp.float32)
+        return QuantizedMatrix(values, scale, quantization, dtype)  # pyright: ignore[reportArgumentType]
+
+    return _map_specs(abstract, specs)
 
 
 def init_params(specs: Any, key: jax.Array, dtype: str) -> Any:
@@ -98,7 +118,12 @@ def init_params(specs: Any, key: jax.Array, dtype: str) -> Any:
     return treedef.unflatten([init(spec, key) for spec, key in zip(leaves, keys, strict=True)])
 
 
-def load_params(specs: Any, read: Callable[[str, np.dtype], np.ndarray], dtype: str) -> Any:
+def load_params(
+    specs: Any,
+    read: Callable[[str, np.dtype], np.ndarray],
+    dtype: str,
+    quantization: Quantization | None = None,
+) -> Any:
     """Reads every parameter, tensor by tensor, onto the default device.
 
     Host memory beyond the parameters themselves stays near one parameter's, since each is placed
@@ -108,12 +133,15 @@ def load_params(specs: Any, read: Callable[[str, np.dtype], np.ndarray], dtype: 
         specs: tree of ParamSpec under the names that read() knows.
         read: gives the named tensor, converted to the dtype asked for.
         dtype: "float32" or "bfloat16".
+        quantization: matrices are quantised as they are read, from float32.
     Raises: ModelLoadError when read() gives another shape than was declared.
     """
     check_dtype(dtype)
+    check_quantization(quantization)
 
-    def load(spec: ParamSpec) -> jax.Array:
-        leaf_dtype = jnp.dtype(spec.dtype or dtype)
+    def load(spec: ParamSpec) -> jax.Array | QuantizedMatrix:
+        is_quantized = quantization is not None and spec.is_matrix
+        leaf_dtype = jnp.dtype("float32" if is_quantized else spec.dtype or dtype)
         parts = []
         for tensor in spec.tensors:
             part = read(tensor.name, leaf_dtype)
@@ -122,7 +150,10 @@ def load_params(specs: Any, read: Callable[[str, np.dtype], np.ndarray], dtype: 
                     f"tensor {tensor.name!r} was read as {part.shape}, expected {tensor.shape}"
                 )
             parts.append(part)
-        return jnp.asarray(_fuse(parts, spec))
+        fused = _fuse(parts, spec)
+        if quantization is not None and is_quantized:
+            return quantize_matrix(fused, quantization, dtype)
+        return jnp.asarray(fused)
 
     return _map_specs(load, specs)
 
@@ -161,3 +192,11 @@ def check_dtype(dtype: str) -> None:
     """Raises ValueError unless dtype names a dtype that models run in."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} is not supported: use one of {DTYPES}")
+
+
+def check_quantization(quantization: str | None) -> None:
+    """Raises ValueError unless it is None or names a form that matrices may have."""
+    if quantization is not None and quantization not in QUANTIZATIONS:
+        raise ValueError(
+            f"quantization={quantization!r} is not supported: use None or one of {QUANTIZATIONS}"
+        )

@@ -1,4 +1,4 @@
-"""Where host and device meet: a ScheduledStep becomes the arrays of a jitted step.
+"""Where host and device meet: the arrays of a jitted step.
 
 Shapes are padded to a few buckets, so that a handful of compiled programs serve every step.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -15,14 +17,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paged_jax.request import Request
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplingBatch
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
 
 # Beyond these, what a user may ask for is no int32, or vanishes as a float32.
 _MAX_TOP_K = 2**31 - 1
 _MIN_TOP_P = 2.0**-120
+
+# What a request asks of the sampler, as bytes: packed once, so that a step's rows are one join.
+_SAMPLING_ROW = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("seed", np.uint32, 2),
+        ("num_logprobs", np.int32),
+    ]
+)
+_PADDING_ROW = np.array((0, 0, 1, 0, 0, -1), _SAMPLING_ROW).tobytes()
 
 # What a field holds: jax arrays inside a step, numpy arrays on their way to it.
 Array = Any
@@ -178,33 +191,55 @@ def make_sampling(
             f"params, seeds and positions have {len(params)}, {len(seeds)} and {len(positions)} "
             "entries; give one of each a sequence"
         )
-    rows = len(params) if num_seqs is None else num_seqs
-    sampling = SamplingBatch(
-        temperature=np.zeros(rows, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        top_p=np.ones(rows, np.float32),
-        min_p=np.zeros(rows, np.float32),
-        seed=np.zeros((rows, 2), np.uint32),
-        positions=np.zeros(rows, np.int32),
-        masked_tokens=np.full((rows, MAX_MASKED_TOKENS), -1, np.int32),
-        num_logprobs=np.full(rows, -1, np.int32),
-        forced_tokens=np.full(rows, -1, np.int32),
+    return join_sampling(
+        [pack_sampling(own, seed) for own, seed in zip(params, seeds, strict=True)],
+        positions,
+        masked_tokens=dict(enumerate(masked_tokens or ())),
+        forced_tokens=forced_tokens,
+        num_logprobs=num_logprobs,
+        num_seqs=num_seqs,
     )
-    for s, (own, seed) in enumerate(zip(params, seeds, strict=True)):
-        sampling.temperature[s] = own.temperature
-        sampling.top_k[s] = min(own.top_k, _MAX_TOP_K)
-        sampling.top_p[s] = max(own.top_p, _MIN_TOP_P)
-        sampling.min_p[s] = own.min_p
-        sampling.seed[s] = seed & 0xFFFFFFFF, seed >> 32
-        if own.logprobs is not None:
-            sampling.num_logprobs[s] = own.logprobs
-    sampling.positions[: len(positions)] = positions
+
+
+def pack_sampling(params: SamplingParams, seed: int) -> bytes:
+    """What one row asks of the sampler, as bytes for `join_sampling`."""
+    row = (
+        params.temperature,
+        min(params.top_k, _MAX_TOP_K),
+        max(params.top_p, _MIN_TOP_P),
+        params.min_p,
+        (seed & 0xFFFFFFFF, seed >> 32),
+        -1 if params.logprobs is None else params.logprobs,
+    )
+    return np.array(row, _SAMPLING_ROW).tobytes()
+
+
+def join_sampling(
+    rows: list[bytes],
+    positions: Sequence[int],
+    *,
+    masked_tokens: Mapping[int, Sequence[int]],
+    forced_tokens: Sequence[int] | None = None,
+    num_logprobs: Sequence[int] | None = None,
+    num_seqs: int | None = None,
+) -> SamplingBatch:
+    """`make_sampling` of rows that `pack_sampling` made; `masked_tokens` are by row."""
+    num_rows = len(rows)
+    size = num_rows if num_seqs is None else num_seqs
+    packed = np.frombuffer(b"".join(rows) + _PADDING_ROW * (size - num_rows), _SAMPLING_ROW)
+    sampling = SamplingBatch(
+        **{name: packed[name].copy() for name in _SAMPLING_ROW.fields or ()},
+        positions=np.zeros(size, np.int32),
+        masked_tokens=np.full((size, MAX_MASKED_TOKENS), -1, np.int32),
+        forced_tokens=np.full(size, -1, np.int32),
+    )
+    sampling.positions[:num_rows] = positions
     if num_logprobs is not None:
-        sampling.num_logprobs[: len(num_logprobs)] = num_logprobs
+        sampling.num_logprobs[:num_rows] = num_logprobs
     if forced_tokens is not None:
-        sampling.forced_tokens[: len(forced_tokens)] = forced_tokens
-    for s, masked in enumerate(masked_tokens or ()):
-        sampling.masked_tokens[s, : len(masked)] = masked
+        sampling.forced_tokens[:num_rows] = forced_tokens
+    for row, masked in masked_tokens.items():
+        sampling.masked_tokens[row, : len(masked)] = masked
     return sampling
 
 
@@ -238,51 +273,53 @@ def make_batch(
             f"token_ids, starts and block_tables have {len(token_ids)}, {len(starts)} and "
             f"{len(block_tables)} entries; give one of each a sequence"
         )
-    counts = [len(tokens) for tokens in token_ids]
-    widest = max((len(table) for table in block_tables), default=1)
-    total = sum(counts)
+    num_real = len(token_ids)
+    counts = np.fromiter(map(len, token_ids), np.int32, num_real)
+    widths = np.fromiter(map(len, block_tables), np.int32, num_real)
+    total, widest = int(counts.sum()), int(widths.max(initial=1))
     num_tokens = total if num_tokens is None else num_tokens
-    num_seqs = len(counts) if num_seqs is None else num_seqs
+    num_seqs = num_real if num_seqs is None else num_seqs
     table_width = widest if table_width is None else table_width
     for field, size, needed in (
         ("num_tokens", num_tokens, total),
-        ("num_seqs", num_seqs, max(len(counts), len(sample_rows or ()))),
+        ("num_seqs", num_seqs, max(num_real, len(sample_rows or ()))),
         ("table_width", table_width, widest),
     ):
         if size < needed:
             raise ValueError(f"{field}={size} is too small: this batch needs {needed}")
+    first = np.fromiter(starts, np.int32, num_real)
+    kv_lens = first + counts
+    misfits = np.flatnonzero((counts == 0) | (first < 0) | (kv_lens > widths * block_size))
+    if len(misfits):
+        s = misfits[0]
+        raise ValueError(
+            f"sequence {s}: {counts[s]} tokens from position {first[s]} on; there must be at least "
+            f"one, from position 0 or later, within the {widths[s] * block_size} slots of its "
+            f"{widths[s]} blocks"
+        )
+    # Always new arrays: where a device's memory is the host's, a step may read them as they lie.
     batch = empty_batch(num_tokens, num_seqs, table_width)
-    row = 0
-    for s, (tokens, start, table) in enumerate(zip(token_ids, starts, block_tables, strict=True)):
-        count = counts[s]
-        if count == 0 or start < 0 or start + count > len(table) * block_size:
-            raise ValueError(
-                f"sequence {s}: {count} tokens from position {start} on; there must be at least "
-                f"one, from position 0 or later, within the {len(table) * block_size} slots of its "
-                f"{len(table)} blocks"
-            )
-        end = row + count
-        batch.token_ids[row:end] = tokens
-        blocks = batch.block_tables[s, : len(table)]
-        blocks[:] = table
-        if count == 1:  # A decode, the common case: scalars are several times faster.
-            batch.positions[row] = start
-            batch.slot_mapping[row] = table[start // block_size] * block_size + start % block_size
-        else:
-            positions = np.arange(start, start + count, dtype=np.int32)
-            batch.positions[row:end] = positions
-            batch.slot_mapping[row:end] = (
-                blocks[positions // block_size] * block_size + positions % block_size
-            )
-        row = end
-        batch.query_starts[s + 1] = row
-        batch.kv_lens[s] = start + count
-    batch.query_starts[len(counts) + 1 :] = row
+    batch.kv_lens[:num_real] = kv_lens
+    batch.query_starts[1 : num_real + 1] = np.cumsum(counts)
+    batch.query_starts[num_real + 1 :] = total
+    batch.token_ids[:total] = np.fromiter(chain.from_iterable(token_ids), np.int32, total)
+    positions = batch.positions[:total]
+    positions[:] = np.arange(total) + np.repeat(first - batch.query_starts[:num_real], counts)
+    tables = batch.block_tables[:num_real, :widest]
+    tables[np.arange(widest) < widths[:, None]] = _joined(block_tables)
+    blocks = tables[np.repeat(np.arange(num_real), counts), positions // block_size]
+    batch.slot_mapping[:total] = blocks * block_size + positions % block_size
     if sample_rows is None:
-        batch.sample_rows[: len(counts)] = batch.query_starts[1 : len(counts) + 1] - 1
+        batch.sample_rows[:num_real] = batch.query_starts[1 : num_real + 1] - 1
     else:
         batch.sample_rows[: len(sample_rows)] = sample_rows
-    return dataclasses.replace(batch, num_seqs=np.int32(len(counts)))
+    return dataclasses.replace(batch, num_seqs=np.int32(num_real))
+
+
+def _joined(tables: Sequence[Sequence[int]]) -> np.ndarray:
+    """All tables one after the other, as int32; those of requests are joined as bytes."""
+    ints = [t if type(t) is array and t.typecode == "i" else array("i", t) for t in tables]
+    return np.frombuffer(b"".join(ints), np.int32)
 
 
 def decode_batch(
@@ -310,82 +347,5 @@ def decode_batch(
         kv_lens=jnp.where(real, positions + 1, 0),
         block_tables=block_tables,
         num_seqs=count,
-        sample_rows=jnp.arange(num_seqs, dtype=jnp.int32),
+        sample_rows=jnp.where(real, jnp.arange(num_seqs, dtype=jnp.int32), 0),
     )
-
-
-def build_step(
-    step: ScheduledStep, buckets: Buckets, *, block_size: int
-) -> tuple[StepShape, StepBatch, SamplingBatch]:
-    """The shape of a scheduled step, and its padded numpy arrays.
-
-    Every chunk has a sampling row, one that is scored has several, chunk after chunk. What is
-    sampled for a chunk that does not reach its sequence's end means nothing, and the scheduler
-    drops it.
-    """
-    chunks = [chunk for chunk in step.chunks if chunk.num_tokens]
-    is_plain = len(chunks) == len(step.chunks) and not step.num_scored_rows
-    rows = SampleRows.plain(step.chunks) if is_plain else SampleRows.of(step.chunks)
-    num_tokens = step.num_tokens
-    shape = buckets.shape_for(
-        num_tokens,
-        len(rows.requests),
-        may_be_decodes=num_tokens == len(chunks)
-        and not (buckets.decodes_append and step.reads_what_it_writes),
-    )
-    batch = make_batch(
-        [chunk.request.token_ids[chunk.start : chunk.end] for chunk in chunks],
-        [chunk.start for chunk in chunks],
-        [chunk.request.block_ids for chunk in chunks],
-        block_size=block_size,
-        sample_rows=rows.token_rows,
-        num_tokens=shape.num_tokens,
-        num_seqs=shape.num_seqs,
-        table_width=buckets.table_width,
-    )
-    sampling = make_sampling(
-        [request.params for request in rows.requests],
-        [request.seed for request in rows.requests],
-        rows.positions,
-        masked_tokens=[request.tokens_to_mask() for request in rows.requests],
-        forced_tokens=rows.forced_tokens,
-        num_logprobs=rows.num_logprobs,
-        num_seqs=shape.num_seqs,
-    )
-    return shape, batch, sampling
-
-
-class SampleRows(NamedTuple):
-    """The rows of a step's sampling batch."""
-
-    requests: list[Request]
-    # Of the token to be drawn
-    positions: list[int]
-    # Which of the step's tokens gives the logits; None: the last one of each sequence
-    token_rows: list[int] | None = None
-    forced_tokens: list[int] | None = None
-    num_logprobs: list[int] | None = None
-
-    @classmethod
-    def plain(cls, chunks: Sequence[ScheduledChunk]) -> SampleRows:
-        """One row a chunk, at its end."""
-        return cls([chunk.request for chunk in chunks], [chunk.end for chunk in chunks])
-
-    @classmethod
-    def of(cls, chunks: Sequence[ScheduledChunk]) -> SampleRows:
-        """Also rows of chunks without tokens (those of the chunk before), and of scored tokens."""
-        requests, positions, token_rows, forced, num_logprobs = [], [], [], [], []
-        end_row = 0
-        for chunk in chunks:
-            request = chunk.request
-            end_row += chunk.num_tokens
-            for back in range(chunk.num_rows - 1, -1, -1):
-                position = chunk.end - back
-                is_scored = request.score_start is not None and position < request.num_tokens
-                wanted = request.params.prompt_logprobs if is_scored else request.params.logprobs
-                requests.append(request)
-                positions.append(position)
-                token_rows.append(end_row - 1 - back)
-                forced.append(request.token_ids[position] if is_scored else -1)
-                num_logprobs.append(-1 if wanted is None else wanted)
-        return cls(requests, positions, token_rows, forced, num_logprobs)

@@ -48,7 +48,9 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.enable_host_prefix_cache = enable_host_prefix_cache and num_host_blocks > 0
         self.pool = BlockPool(num_blocks, self._on_evict)
-        self.host = HostTier(num_host_blocks, self._on_host_evict) if num_host_blocks else None
+        self.host: HostTier | None = None
+        if num_host_blocks:
+            self.host = HostTier(num_host_blocks, self._on_host_evict, self._on_host_store)
         self.pins = PrefixPins(self.pool)
         self.stats = BlockStats()
         self.events = KVEvents()
@@ -116,7 +118,7 @@ class BlockManager:
             self.stats.swap_in_tokens += num_host_tokens
         elif request.num_preemptions == 0 and not is_fork:
             request.num_cached_tokens = num_computed
-            if self.enable_prefix_caching:
+            if self.enable_prefix_caching and request.score_start is None:
                 self.stats.num_query_tokens += request.num_tokens
                 self.stats.num_hit_tokens += num_computed
                 self.stats.num_host_hit_tokens += num_host_tokens
@@ -138,6 +140,8 @@ class BlockManager:
             if num_new + 1 > self.pool.num_free_blocks:
                 return False
             self._own_next_block(request)
+        elif num_new <= 0:
+            return True
         elif num_new > self.pool.num_free_blocks:
             return False
         if num_new > 0:
@@ -154,8 +158,7 @@ class BlockManager:
         """
         if child.block_ids:
             raise ValueError(f"request {child.request_id!r} holds blocks already")
-        if num_tokens is None:
-            num_tokens = parent.num_computed_tokens
+        num_tokens = parent.num_computed_tokens if num_tokens is None else num_tokens
         num_blocks = self.num_blocks_for(num_tokens)
         if num_blocks > len(parent.block_ids) or num_tokens > child.num_tokens:
             raise ValueError(
@@ -204,10 +207,9 @@ class BlockManager:
 
     def free(self, request: Request) -> None:
         """Takes all blocks of a request back; what is computed is forgotten with them."""
-        table = request.block_ids
         self._undo_copy(request)
-        self.pool.release(table)
-        del table[:]
+        self.pool.release(request.block_ids)
+        del request.block_ids[:]
         if self.host is not None and request.host_block_ids:
             self.host.release(request.host_block_ids)
             del request.host_block_ids[:]
@@ -244,7 +246,8 @@ class BlockManager:
 
     def take_moves(self) -> BlockMoves:
         """What the device must do before this step writes; the next step's collection begins."""
-        if not (self._copies or self._swap_in or self.host):
+        is_host_busy = self.host is not None and self.host.is_busy
+        if not (self._copies or self._swap_in or is_host_busy):
             return NO_MOVES
         moves = BlockMoves(
             swap_out=() if self.host is None else self.host.take_outgoing(),
@@ -358,13 +361,14 @@ class BlockManager:
         Returns:
           The first token of each block that comes from the host.
         """
+        arriving = [i for i, block_id in enumerate(shared) if block_id < 0]
+        if self.host is not None:  # Held until this step's moves, before `take` can push them out.
+            self.host.pool.touch([-shared[i] for i in arriving])
         new = iter(self.pool.take(self._num_new_blocks(request, shared)))
-        arriving = []
-        for i, block_id in enumerate(shared):
+        for block_id in shared:
             if block_id < 0:
-                arriving.append(i)
                 host_id, block_id = -block_id, next(new)
-                self._swap_in_to(block_id, host_id)
+                self._swap_in[block_id] = host_id
             request.block_ids.append(block_id)
         request.block_ids.extend(new)
         for i in arriving:  # A copy carries the hash that the host's does.
@@ -372,12 +376,6 @@ class BlockManager:
             if self.host.pool.prefix_cache.hash_of(-shared[i]) is not None:
                 self._store(request, i)
         return [i * self.block_size for i in arriving]
-
-    def _swap_in_to(self, device_id: int, host_id: int) -> None:
-        """Records a swap in; the host's block is held until this step's moves are taken up."""
-        assert self.host is not None
-        self.host.pool.touch([host_id])
-        self._swap_in[device_id] = host_id
 
     def _own_next_block(self, request: Request) -> None:
         """Copies the block that is written next if others hold it: copy-on-write."""
@@ -391,7 +389,9 @@ class BlockManager:
         table[index] = copy
         self.stats.num_cow_copies += 1
         if source in self._swap_in:  # It comes from the host in this very step, after the copies.
-            self._swap_in_to(copy, self._swap_in[source])
+            assert self.host is not None
+            self._swap_in[copy] = self._swap_in[source]
+            self.host.pool.touch([self._swap_in[copy]])
             return
         source = self._copies.get(source, source)  # Nor is a copy of this step there yet.
         # Its holder may be preempted in this step, and the block must not be overwritten.
@@ -436,6 +436,10 @@ class BlockManager:
                 self.stats.host_offload_tokens += self.block_size
         if self.journal is not None and (self.host is None or not self.host.holds(block_hash)):
             self.journal.record_evicted(block_hash)
+
+    def _on_host_store(self, block_hash: bytes) -> None:
+        if self.events:
+            self.events.publish(BlockStored((block_hash,), None, (), self.block_size, None, "host"))
 
     def _on_host_evict(self, block_id: int, block_hash: bytes) -> None:
         self.stats.num_host_evictions += 1

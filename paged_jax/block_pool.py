@@ -86,13 +86,13 @@ class BlockPool:
         """Adds one holder to each block; one that nobody held leaves the free queue."""
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
-                del self._free[block_id]
+                self._free.pop(block_id, None)  # One that is held back does not stand there.
             self.ref_counts[block_id] += 1
         self._note_peak()
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks stand in the free queue."""
-        return sum(1 for block_id in block_ids if self.ref_counts[block_id] == 0)
+        return sum(1 for block_id in block_ids if block_id in self._free)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Takes one holder from each block of a table, walking it from its tail.

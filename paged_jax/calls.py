@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -84,15 +84,19 @@ class Calls:
             return output
 
     def run_ops(
-        self, jobs: Sequence[tuple[list[int], SamplingParams, dict[str, Any], SequenceOp]]
-    ) -> list[tuple[RequestOutput, Request | None]]:
+        self,
+        jobs: Sequence[tuple[list[int], SamplingParams, dict[str, Any], SequenceOp]],
+        take: Callable[[int, RequestOutput, Request], None],
+    ) -> list[RequestOutput]:
         """Serves requests that work on held sequences, to their end.
 
         Args:
           jobs: (token ids, params, cache keys, op) of each.
+          take: called with (place among the jobs, output, sequence) for each sequence that is held
+            now; all at once, and no Ctrl-C comes in between.
 
         Returns:
-          For each its output, and its sequence if that is held now.
+          The output of each.
 
         Raises:
           ValueError: the engine refuses one of them; none is served then.
@@ -100,7 +104,7 @@ class Calls:
         ids = self._take_ids(len(jobs))
         pending: dict[str, int] = {}
         done: dict[str, RequestOutput] = {}
-        held: dict[str, Request] = {}
+        ours = list(ids)  # An interrupted step may have ended some whose outputs never came.
         try:
             with self._lock:
                 self._check_open()
@@ -112,17 +116,28 @@ class Calls:
                 for output in self._step(pending):
                     del pending[output.request_id]
                     done[output.request_id] = output
-            with self._lock:
-                all_held = self.engine.scheduler.held
-                held = {name: all_held[name] for name in ids if name in all_held}
-            return [(done[name], held.get(name)) for name in ids]
+            outputs = [done[name] for name in ids]
+            with self._lock, uninterrupted():
+                self._check_open()
+                held = self.engine.scheduler.held
+                for i, name in enumerate(ids):
+                    if name in held:
+                        take(i, outputs[i], held[name])
+                ours.clear()  # They are the caller's from here on.
+            return outputs
         except BaseException:
             self._drop(pending)
             with self._lock, uninterrupted():
-                for name in done:
+                for name in () if self._closed else ours:
                     if (request := self.engine.scheduler.held.get(name)) is not None:
                         self.engine.scheduler.release(request)
             raise
+
+    def check_prompt(self, token_ids: Sequence[int]) -> list[int]:
+        """The prompt as ints, if the engine can serve it; see `Engine.check_prompt`."""
+        with self._lock:
+            self._check_open()
+            return self.engine.check_prompt(token_ids)
 
     def fork_held(self, parent: Request) -> Request:
         """A held sequence of the same tokens that shares all blocks; see `Scheduler.fork_held`."""

@@ -56,6 +56,9 @@ STOP = flags.DEFINE_multi_string("stop", [], "Text that ends an output; may be g
 IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on after the end-of-sequence token.")
 LOGPROBS = flags.DEFINE_integer("logprobs", None, "Likeliest tokens to report at each position.")
 DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights and cache.")
+QUANTIZATION = flags.DEFINE_enum(
+    "quantization", None, ["int8", "int8_weight_only"], "Store the weights' matrices in int8."
+)
 MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Longest sequence, in tokens.")
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences in a step.")
 MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
@@ -64,7 +67,10 @@ MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
 KV_CACHE_MEMORY_BYTES = flags.DEFINE_integer("kv_cache_memory_bytes", None, "Size of the KV pool.")
 BLOCK_SIZE = flags.DEFINE_integer("block_size", 16, "Tokens a block.")
 PREEMPTION_MODE = flags.DEFINE_enum(
-    "preemption_mode", "auto", ["auto", "recompute", "swap"], "For a prompt whose blocks are needed."
+    "preemption_mode",
+    "auto",
+    ["auto", "recompute", "swap"],
+    "For a prompt whose blocks are needed.",
 )
 SWAP_SPACE_BYTES = flags.DEFINE_integer("swap_space_bytes", 0, "Host memory for swapping.")
 HOST_PREFIX_CACHE = flags.DEFINE_bool(
@@ -201,6 +207,7 @@ def _sampling_params() -> SamplingParams:
 def _engine_options() -> dict[str, Any]:
     options = {
         "dtype": DTYPE.value,
+        "quantization": QUANTIZATION.value,
         "max_model_len": MAX_MODEL_LEN.value,
         "max_num_seqs": MAX_NUM_SEQS.value,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS.value,

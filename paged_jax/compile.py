@@ -93,7 +93,7 @@ class StepRunner:
     ) -> SamplerOutput:
         """Dispatches a step, after what is moved for it; returns its outputs, still on device."""
         if moves:
-            self.pool = self.mover.apply(self.pool, moves)
+            self.move(moves)
         program = self._programs.get(shape) or self._compile(shape)
         self.pool, output = program(self.params, pool=self.pool, batch=batch, sampling=sampling)
         return output
@@ -102,6 +102,10 @@ class StepRunner:
         """Bytes a second that blocks travel at between device and host; takes a moment."""
         self.pool, bytes_per_second = self.mover.measure_bandwidth(self.pool)
         return bytes_per_second
+
+    def move(self, moves: BlockMoves) -> None:
+        """Dispatches moves of blocks alone."""
+        self.pool = self.mover.apply(self.pool, moves)
 
     def settle(self) -> None:
         """Stores the blocks that are on their way to the host; when a step's results were read."""

@@ -24,6 +24,7 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
+QUANTIZATIONS = ("int8", "int8_weight_only")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
@@ -87,7 +88,8 @@ class EngineConfig:
     Attributes:
       dtype: dtype of weights and KV pool: "float32", "bfloat16", or "auto": float32 on CPU, where
         bfloat16 is slower; elsewhere float32 for a float32 checkpoint and bfloat16 for others.
-      quantization: None; "int8" is planned and refused until then.
+      quantization: None; "int8": matrices are stored in int8 and activations quantised on the
+        way, the fastest on a CPU; "int8_weight_only": the activations are left alone.
       seed: from which the seeds of requests without their own are drawn.
       gpu_memory_utilization: the share of the device's memory the engine may use, 0 to 1.
       kv_cache_memory_bytes: size of the KV pool; None sizes it from the device's memory. On CPU
@@ -144,9 +146,7 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise ValueError(f"dtype={self.dtype!r}: it must be 'auto', 'float32' or 'bfloat16'")
         if self.quantization is not None:
-            raise ValueError(
-                f"quantization={self.quantization!r} is not supported yet; leave it at None"
-            )
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported yet; "

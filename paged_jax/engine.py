@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paged_jax.accounts import collect, memory_bytes
-from paged_jax.batch import build_step
+from paged_jax.batch_builder import build_step
 from paged_jax.compile import StepRunner, to_host
 from paged_jax.config import SchedulerConfig
 from paged_jax.interrupts import uninterrupted
@@ -23,12 +23,10 @@ from paged_jax.rates import SwapAlert
 from paged_jax.request import Request
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplerOutput
 from paged_jax.sampling_params import SamplingParams
-from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
+from paged_jax.scheduled_step import ScheduledStep
 from paged_jax.scheduler import Scheduler
-from paged_jax.sequence import SequenceGroup, SequenceOp, SequenceState
+from paged_jax.sequence import NOT_FINITE, SequenceGroup, SequenceOp, SequenceState
 from paged_jax.tokenizer import Tokenizer
-
-_NOT_FINITE = "the model's logits are no numbers (NaN or inf), or min_tokens masks every token"
 
 
 class Engine:
@@ -79,6 +77,8 @@ class Engine:
         self._sequences: dict[str, tuple[SequenceGroup, SequenceState]] = {}
         self._num_seeds_drawn = 0
         self._last_log = (time.monotonic(), 0)
+        # Bytes and seconds of all transfers, as last looked at.
+        self._swapped = (0, 0.0)
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to give."""
@@ -238,7 +238,10 @@ class Engine:
         started = time.perf_counter()
         step = self.scheduler.schedule()
         if not step.chunks:
-            if self.scheduler.has_unfinished():
+            if step.moves:  # All that runs was swapped out, and comes back in the next step.
+                self.runner.move(step.moves)
+                self.runner.settle()
+            elif self.scheduler.has_unfinished():
                 raise RuntimeError(f"the scheduler is stuck: {self.scheduler}")
             return []
         block_size = self.config.block_size
@@ -285,20 +288,25 @@ class Engine:
 
     def _process(self, step: ScheduledStep, sampled: SamplerOutput) -> list[RequestOutput]:
         """Takes a step's tokens; ends and hands out what they complete."""
-        rows = dict(zip((c.request.request_id for c in step.chunks), step.rows(), strict=True))
-        failed = []
-        for chunk in step.chunks:
-            own = rows[chunk.request.request_id]
-            if len(own) > 1 or chunk.request.score_start is not None:
-                self._take_scores(chunk, own, sampled)
-            if chunk.samples and not sampled.is_finite[own[-1]]:
-                failed.append(chunk.request)
+        row_of: dict[str, int] = {}
+        failed: list[tuple[Request, str]] = []
+        all_finite = sampled.is_finite.all()
+        for chunk, row in zip(step.chunks, step.last_rows(), strict=True):
+            request = chunk.request
+            row_of[request.request_id] = row
+            error = None
+            if request.score_start is not None and request.request_id in self._sequences:
+                error = self._sequences[request.request_id][1].take_scores(chunk, row, sampled)
+            if not all_finite and chunk.samples and not sampled.is_finite[row]:
+                error = NOT_FINITE
+            if error is not None and request.request_id in self._sequences:  # Else it is aborted.
+                failed.append((request, error))
         touched: dict[str, SequenceGroup] = {}
-        for request in failed:
-            self._fail(request, _NOT_FINITE)
+        for request, error in failed:
+            self._fail(request, error)
             self._touch(request, touched)  # It is in no result of the scheduler's.
         all_tokens = sampled.token_ids.tolist()
-        token_ids = [all_tokens[own[-1]] for own in rows.values()]
+        token_ids = [all_tokens[row] for row in row_of.values()]
         for request, token_id in self.scheduler.update(step, token_ids):
             if token_id < 0:  # It computed what it wanted, and samples nothing.
                 self._touch(request, touched)
@@ -306,13 +314,12 @@ class Engine:
             group, sequence = self._sequences[request.request_id]
             self.metrics.generation_tokens += 1
             try:
-                stop = sequence.append(token_id, sampled, rows[request.request_id][-1])
+                stop = sequence.append(token_id, sampled, row_of[request.request_id])
             except Exception as error:  # A tokenizer's fault is its request's alone.
                 self._fail(request, f"{type(error).__name__}: {error}")
             else:
                 if stop is not None and request.finish_reason != "stop":
-                    request.stop_reason = stop
-                    request.finish_reason = "stop"
+                    request.finish_reason, request.stop_reason = "stop", stop
                     self.scheduler.finish(request)
             if group.stream or request.finish_reason is not None:
                 self._touch(request, touched)
@@ -323,17 +330,6 @@ class Engine:
             elif group.stream:
                 outputs.append(group.output())
         return outputs
-
-    def _take_scores(self, chunk: ScheduledChunk, rows: range, sampled: SamplerOutput) -> None:
-        """Hands the log-probabilities of known tokens, which a chunk computed, to their request."""
-        request = chunk.request
-        entry = self._sequences.get(request.request_id)
-        if entry is None or request.score_start is None:
-            return
-        first = chunk.end - len(rows) + 1
-        known = range(max(first, request.score_start), min(chunk.end + 1, request.num_tokens))
-        own = rows[known.start - first : known.stop - first]
-        entry[1].take_scores(sampled, own, known.start)
 
     def _observe_prompt(self, request: Request) -> None:
         """Notes an admitted prompt: what it hit, and whether many like it miss for a detail."""
@@ -406,6 +402,13 @@ class Engine:
         times.process_seconds += ended - received
         if not is_decode:
             self.scheduler.costs.observe_prefill(step.num_tokens, received - dispatched)
+        mover = self.runner.mover
+        if mover.transfer_bytes > self._swapped[0]:
+            num_bytes, seconds = self._swapped
+            self._swapped = mover.transfer_bytes, mover.transfer_seconds
+            self.scheduler.costs.observe_swap(
+                mover.transfer_bytes - num_bytes, mover.transfer_seconds - seconds
+            )
         stats = self.scheduler.blocks.stats
         self.swap_alert.observe(stats.swap_in_tokens, stats.swap_out_tokens)
         if self.log_stats:

@@ -16,11 +16,18 @@ class HostTier:
 
     Args:
       num_blocks: usable blocks: the swap space over the bytes of a block.
-      on_evict: called with each hash that leaves the host.
+      on_evict: called with (block id, hash) of each hashed block that leaves the host.
+      on_store: called with each hash that can be hit here from now on.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] | None = None):
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int, bytes], None] | None = None,
+        on_store: Callable[[bytes], None] | None = None,
+    ):
         self.pool = BlockPool(num_blocks + 1, on_evict)
+        self._on_store = on_store
         self._outgoing: list[tuple[int, int]] = []
         # Blocks that this step writes, with the hash that they will carry.
         self._landing: dict[int, bytes | None] = {}
@@ -87,12 +94,19 @@ class HostTier:
         self._offloaded.append(block_id)
         return True
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether this step moves anything to the host."""
+        return bool(self._landing)
+
     def take_outgoing(self) -> tuple[tuple[int, int], ...]:
         """This step's moves, (device block, host block); what they write can be hit from now on."""
         outgoing = tuple(self._outgoing)
         for block_id, block_hash in self._landing.items():
             if block_hash is not None:
                 self.pool.prefix_cache.insert(block_hash, block_id)
+                if self._on_store is not None:
+                    self._on_store(block_hash)
         self.pool.release(self._offloaded)
         self._outgoing.clear()
         self._landing.clear()

@@ -46,7 +46,8 @@ class BlockStored(_Event):
       block_size: tokens a block.
       extra_keys: what the hash of each of them covers besides tokens (LoRA id, the user's own keys,
         cache salt); None if nothing. Blocks of other keys, as a salted prompt's first, come apart.
-      tier: the memory that holds them.
+      tier: the memory that holds them. Of what moves to the host only hash and size are told: the
+        parent, tokens and keys came when the device stored it.
     """
 
     kind = "block_stored"

@@ -148,7 +148,7 @@ def paged_attend(
 
     The write comes before the read, in every layer and for the whole step: so a sequence may read
     blocks that another sequence of the same step fills, and the pool is updated in place. On a
-    TPU decodes write and read in one kernel, one after the other: `batch.build_step` takes no
+    TPU decodes write and read in one kernel, one after the other: `build_step` takes no
     step for decodes in which one reads what another writes.
 
     Args:

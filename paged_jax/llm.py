@@ -83,11 +83,20 @@ class LLM(CacheTools):
             )
         enable_persistent_cache()
         if not isinstance(model, LoadedModel):
-            model = load_model(model, dtype=self.config.dtype)
+            model = load_model(
+                model,
+                dtype=self.config.dtype,
+                quantization=self.config.quantization,  # pyright: ignore[reportArgumentType]
+            )
         elif self.config.dtype not in ("auto", model.dtype):
             raise ValueError(
                 f"dtype={self.config.dtype!r}, and the model was loaded as {model.dtype}; leave "
                 "dtype at 'auto', or load the model in the dtype you want"
+            )
+        elif self.config.quantization not in (None, model.quantization):
+            raise ValueError(
+                f"quantization={self.config.quantization!r}, and the model was loaded with "
+                f"quantization={model.quantization!r}; leave it out, or load the model so"
             )
         self.model = model
         self._tokenizer: Tokenizer | None = None
@@ -243,6 +252,8 @@ class LLM(CacheTools):
         Raises:
           ValueError: a prompt cannot be served, or beam_width is too large.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={params!r}: it must be BeamSearchParams")
         store = SequenceStore(self._calls)
         num_eos = 0 if params.ignore_eos else len(self.engine.eos_token_ids)
         if params.beam_width + num_eos > MAX_LOGPROBS:

@@ -32,14 +32,13 @@ def hash_block(
     Returns:
       32 bytes, equal for equal input in any process.
     """
-    digest = hashlib.sha256(ROOT_HASH if parent is None else parent)
-    # The count before the ids and the keys last: no two inputs spell the same bytes.
     ids = array("i", token_ids)
-    digest.update(len(ids).to_bytes(4, "little"))
-    digest.update(ids.tobytes())
+    keys = b""
     if extra_keys is not None:
-        digest.update(json.dumps(extra_keys, separators=(",", ":")).encode())
-    return digest.digest()
+        keys = json.dumps(extra_keys, separators=(",", ":")).encode()
+    # The count before the ids and the keys last: no two inputs spell the same bytes.
+    parts = (parent or ROOT_HASH, len(ids).to_bytes(4, "little"), ids.tobytes(), keys)
+    return hashlib.sha256(b"".join(parts)).digest()
 
 
 class PrefixCache:

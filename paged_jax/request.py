@@ -47,6 +47,8 @@ class Request:
       num_hashed_blocks: how many blocks of the table stand in the prefix cache.
       num_folded_blocks: how many of them were looked at for an equal block to share.
       children: sequences that fork off when this one's prompt is computed.
+      packed_sampling: what `params` and `seed` ask of the sampler as bytes; b"" until a step packs
+        them.
       seed: 64 bits, from which and the position alone each token's randomness comes.
       finish_reason, stop_reason: why it ended; None while it runs.
     """
@@ -74,6 +76,7 @@ class Request:
         "num_hashed_blocks",
         "num_preemptions",
         "num_prompt_tokens",
+        "packed_sampling",
         "params",
         "prefill_only",
         "priority",
@@ -113,6 +116,7 @@ class Request:
         self.eos_token_ids = eos_token_ids
         self.stop_ids = frozenset(params.stop_token_ids)
         self.seed = seed
+        self.packed_sampling = b""
         self.cache_salt = cache_salt
         self.lora_id = lora_id
         self.extra_keys = extra_keys
@@ -215,10 +219,12 @@ class Request:
     def extend_hashes(self, num_blocks: int, block_size: int) -> None:
         """Makes `block_hashes` cover the first `num_blocks` blocks, which must be full."""
         hashes = self.block_hashes
-        for i in range(len(hashes), num_blocks):
-            tokens = self.token_ids[i * block_size : (i + 1) * block_size]
-            parent = hashes[-1] if hashes else None
-            hashes.append(hash_block(parent, tokens, self.extra_keys_of(i)))
+        parent, first = (hashes[-1] if hashes else None), len(hashes)
+        tokens = array("i", self.token_ids[first * block_size : num_blocks * block_size])
+        for i in range(first, num_blocks):
+            start = (i - first) * block_size
+            parent = hash_block(parent, tokens[start : start + block_size], self.extra_keys_of(i))
+            hashes.append(parent)
 
     def forget_blocks(self, block_size: int) -> None:
         """Leaves the request with its tokens and nothing computed; no block is given back."""
@@ -241,12 +247,12 @@ class Request:
 
     def check_stop(self) -> bool:
         """Sets why the request ends at its newest token, if it does: EOS, stop id or length."""
-        token_id = self.token_ids[-1]
-        if self.num_output_tokens >= self.params.min_tokens:
+        token_id, num_tokens = self.token_ids[-1], len(self.token_ids)
+        if num_tokens - self.num_prompt_tokens >= self.params.min_tokens:
             if token_id in self.eos_token_ids and not self.params.ignore_eos:
                 self.finish_reason = "stop"
             elif token_id in self.stop_ids:
                 self.finish_reason, self.stop_reason = "stop", token_id
-        if self.finish_reason is None and self.num_tokens >= self.max_total_tokens:
+        if self.finish_reason is None and num_tokens >= self.max_total_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paged_jax.block_moves import NO_MOVES, BlockMoves
@@ -48,20 +50,19 @@ class ScheduledStep:
     # Rows of logits beyond one a chunk
     num_scored_rows: int = 0
 
-    @property
+    @functools.cached_property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([num_tokens for _, _, num_tokens in self.chunks])
 
     @property
     def admitted(self) -> tuple[ScheduledChunk, ...]:
         return self.chunks[len(self.chunks) - self.num_admitted :]
 
-    def rows(self) -> list[range]:
-        """Each chunk's rows of logits; the last one is that of its last token."""
+    def last_rows(self) -> Sequence[int]:
+        """Where each chunk's rows of logits end: the row of its last token."""
         if not self.num_scored_rows:
-            return [range(i, i + 1) for i in range(len(self.chunks))]
-        ends = list(itertools.accumulate(chunk.num_rows for chunk in self.chunks))
-        return [range(start, end) for start, end in itertools.pairwise([0, *ends])]
+            return range(len(self.chunks))
+        return [end - 1 for end in itertools.accumulate(chunk.num_rows for chunk in self.chunks)]
 
     @property
     def reads_what_it_writes(self) -> bool:

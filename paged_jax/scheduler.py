@@ -128,10 +128,10 @@ class Scheduler:
           that ended carry a finish reason, and their blocks are free already, or held.
         """
         now = time.monotonic()
-        block_size = self.config.block_size
+        block_size, running = self.config.block_size, RequestStatus.RUNNING
         results = []
         for (request, start, num_tokens), token_id in zip(step.chunks, token_ids, strict=True):
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not running:
                 continue
             # Before the new token is appended: it is what tells a last chunk from the others.
             end, num_known = start + num_tokens, len(request.token_ids)
@@ -235,6 +235,7 @@ class Scheduler:
             request.forget_blocks(self.config.block_size)
             request.status = RequestStatus.WAITING
             request.children.clear()
+            self.held.pop(request.request_id, None)  # Held already, in the step that failed.
             self.requests[request.request_id] = request
             self.waiting.append(request)
 
@@ -325,7 +326,7 @@ class Scheduler:
         They sample their first tokens from the same logits, in chunks of no tokens that are put
         behind their parent's. Those without a seat wait, and share what they can when admitted.
         """
-        if not any(chunk.request.children for chunk in chunks):
+        if not [request for request, _, _ in chunks if request.children]:
             return chunks
         family: list[ScheduledChunk] = []
         for chunk in chunks:

@@ -9,7 +9,10 @@ from paged_jax.outputs import CompletionOutput, Logprob, RequestMetrics, Request
 from paged_jax.request import Request
 from paged_jax.sampling import SamplerOutput
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.scheduled_step import ScheduledChunk
 from paged_jax.tokenizer import Tokenizer
+
+NOT_FINITE = "the model's logits are no numbers (NaN or inf), or min_tokens masks every token"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,18 +107,32 @@ class SequenceState:
             stop_reason=request.stop_reason,
         )
 
-    def take_scores(self, sampled: SamplerOutput, rows: range, first_position: int) -> None:
-        """Takes the log-probabilities of known tokens.
+    def take_scores(
+        self, chunk: ScheduledChunk, last_row: int, sampled: SamplerOutput
+    ) -> str | None:
+        """Takes the log-probabilities of known tokens that a chunk computed, of this request.
 
         Args:
+          chunk: some of the request's tokens; each gives the log-probability of the next one.
+          last_row: the row of the chunk's last token in `sampled`.
           sampled: the step's outputs on the host.
-          rows: where they stand.
-          first_position: of the first of these tokens in the sequence.
+
+        Returns:
+          What is wrong with them, None if nothing is.
         """
-        num_top = self.request.params.prompt_logprobs
-        for position, row in enumerate(rows, first_position):
-            token_id = self.request.token_ids[position]
-            self.prompt_logprobs[position] = self._entry(token_id, sampled, row, num_top or 0)
+        request = self.request
+        assert request.score_start is not None
+        first = max(chunk.end + 1 - chunk.num_rows, request.score_start)
+        end = min(chunk.end + 1, request.num_tokens)
+        first_row = last_row - chunk.end + first
+        try:
+            for row, position in enumerate(range(first, end), first_row):
+                self.prompt_logprobs[position] = self._entry(
+                    request.token_ids[position], sampled, row, request.params.prompt_logprobs or 0
+                )
+        except Exception as error:  # The tokenizer's, which is asked for the tokens' text.
+            return f"{type(error).__name__}: {error}"
+        return None if sampled.is_finite[first_row : first_row + end - first].all() else NOT_FINITE
 
     def _append_logprobs(self, token_id: int, sampled: SamplerOutput, row: int) -> None:
         assert self.logprobs is not None and self.request.params.logprobs is not None

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 
 from paged_jax.calls import Calls
+from paged_jax.interrupts import uninterrupted
 from paged_jax.outputs import Logprob, RequestOutput
 from paged_jax.prompts import ParsedPrompt, checked_token_ids
 from paged_jax.request import Request
-from paged_jax.sampling_params import SamplingParams
+from paged_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from paged_jax.sequence import SequenceOp
 from paged_jax.tokenizer import Tokenizer
 
@@ -64,7 +65,7 @@ class SequenceStore:
         Raises:
           ValueError: it is empty, too long or has an id out of range.
         """
-        self.calls.engine.check_prompt(prompt.token_ids)
+        self.calls.check_prompt(prompt.token_ids)
         keys = dict(cache_salt=prompt.cache_salt, extra_keys=prompt.extra_keys)
         return HeldSequence(list(prompt.token_ids), keys)
 
@@ -77,11 +78,8 @@ class SequenceStore:
     def generate(
         self, sequences: Sequence[HeldSequence], params: Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        """Continues sequences by sampling; the tokens are appended to each."""
-        outputs = self._run(sequences, params, hold=True)
-        for sequence, output in zip(sequences, outputs, strict=True):
-            sequence.token_ids += output.outputs[0].token_ids
-        return outputs
+        """Continues sequences by sampling; each gets its tokens appended, unless it fails."""
+        return self._run(sequences, params, hold=True, append=True)
 
     def next_logprobs(
         self, sequences: Sequence[HeldSequence], k: int
@@ -145,10 +143,13 @@ class SequenceStore:
         params: Sequence[SamplingParams],
         *,
         hold: bool = False,
+        append: bool = False,
         prefill_only: bool = False,
         score_starts: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Runs a request from each sequence; those that are held take the sequence's place.
+
+        With `append`, what they sampled becomes part of it.
 
         Raises:
           ValueError: the engine refuses one of them; none of them runs then.
@@ -170,15 +171,19 @@ class SequenceStore:
             )
             for sequence, own, start in zip(sequences, params, starts, strict=True)
         ]
-        results = self.calls.run_ops(jobs)
-        for sequence, (_, request) in zip(sequences, results, strict=True):
-            if request is not None:
-                self.drop(sequence)
-                sequence.request = request
-        for output, _ in results:
+
+        def take(index: int, output: RequestOutput, request: Request) -> None:
+            sequence = sequences[index]
+            self.drop(sequence)
+            sequence.request = request
+            if append:
+                sequence.token_ids += output.outputs[0].token_ids
+
+        outputs = self.calls.run_ops(jobs, take)
+        for output in outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
-        return [output for output, _ in results]
+        return outputs
 
 
 class Session:
@@ -221,7 +226,9 @@ class Session:
 
     def fork(self) -> Session:
         """A second session of the same tokens: no token is computed and no block copied for it."""
-        return Session(self._store, self._store.fork(self._sequence), self._tokenizer)
+        with uninterrupted():  # From when it holds something, somebody refers to it.
+            twin = Session(self._store, self._store.fork(self._sequence), self._tokenizer)
+        return twin
 
     def extend(self, more: str | Sequence[int]) -> Session:
         """Appends text or token ids, which are computed when they are needed; gives itself back.
@@ -232,7 +239,7 @@ class Session:
         """
         token_ids = self._tokens_of(more, "more")
         if token_ids:
-            self._store.calls.engine.check_prompt([*self._sequence.token_ids, *token_ids])
+            self._store.calls.check_prompt([*self._sequence.token_ids, *token_ids])
         self._sequence.token_ids += token_ids
         return self
 
@@ -264,6 +271,7 @@ class Session:
         Raises:
           ValueError: it is empty, out of range or too long.
         """
+        _check_k(k, at_least=0)
         token_ids = self._tokens_of(continuation, "continuation")
         if not token_ids:
             raise ValueError(f"continuation={continuation!r} has no tokens; give at least one")
@@ -273,8 +281,7 @@ class Session:
 
     def next_logprobs(self, k: int = 10) -> dict[int, Logprob]:
         """The k likeliest next tokens, 1 to 20, as token id -> `Logprob`, the likeliest first."""
-        if not isinstance(k, int) or k < 1:
-            raise ValueError(f"k={k!r}: it must be an integer from 1 to 20")
+        _check_k(k, at_least=1)
         return self._store.next_entries([self._sequence], k)[0]
 
     def close(self) -> None:
@@ -319,28 +326,51 @@ def generate_together(
     Returns:
       One output a session, in their order.
     """
+    if not isinstance(sessions, Sequence):
+        raise ValueError(f"sessions={sessions!r}: it must be a list of sessions")
     if not sessions:
         return []
+    for i, session in enumerate(sessions):
+        if not isinstance(session, Session):
+            raise ValueError(
+                f"sessions[{i}]={session!r} is of type {type(session).__name__}; it must be a "
+                "Session, as LLM.start makes them"
+            )
     if len({id(session) for session in sessions}) < len(sessions):
         raise ValueError("sessions holds one of them twice; fork it")
     if sampling_params is None:
         sampling_params = SamplingParams()
     if isinstance(sampling_params, SamplingParams):
         sampling_params = [sampling_params] * len(sessions)
+    if not isinstance(sampling_params, (list, tuple)):
+        raise ValueError(
+            f"sampling_params={sampling_params!r} is of type {type(sampling_params).__name__}; it "
+            "must be a SamplingParams, or a list of them"
+        )
     if len(sampling_params) != len(sessions):
         raise ValueError(
             f"sampling_params has {len(sampling_params)} entries for {len(sessions)} sessions; "
             "give one for all, or one for each"
         )
     for params in sampling_params:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling_params holds {params!r} of type {type(params).__name__}; each entry "
+                "must be a SamplingParams"
+            )
         if params.n != 1:
             raise ValueError(
                 f"n={params.n}: a session has one continuation; fork it {params.n} times"
             )
     store = sessions[0]._store
-    if any(session._store is not store for session in sessions):
+    if any(session._store.calls is not store.calls for session in sessions):
         raise ValueError("sessions are of different engines; call once for each engine")
     return store.generate([session._sequence for session in sessions], sampling_params)
+
+
+def _check_k(k: Any, *, at_least: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or not at_least <= k <= MAX_LOGPROBS:
+        raise ValueError(f"k={k!r}: it must be an integer from {at_least} to {MAX_LOGPROBS}")
 
 
 def _num_computed(sequence: HeldSequence) -> int:

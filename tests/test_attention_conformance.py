@@ -276,7 +276,7 @@ def test_one_plan_serves_all_layers_and_windows() -> None:
 
     plan = jax.jit(functools.partial(plan_attention, num_rows=96, block_size=8))(*case.arrays[2:])
     out = jax.jit(attend_by)(plan)
-    assert max(relative_errors(case, np.asarray(out), oracle(case))) < 2e-6
+    assert np.max(relative_errors(case, np.asarray(out), oracle(case))) < 2e-6
     with pytest.raises(ValueError, match="plan was made for a sliding_window of 20"):
         attend_by(plan_for(sliding_window=20))
     with pytest.raises(ValueError, match="plan was made for"):
@@ -331,7 +331,7 @@ def test_runs_under_shard_map_over_heads() -> None:
         )
     )
     out = np.asarray(sharded(*case.arrays))
-    assert max(relative_errors(case, out, oracle(case))) < 2e-6
+    assert np.max(relative_errors(case, out, oracle(case))) < 2e-6
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import pytest
 
 from paged_jax.block_manager import BlockManager
+from paged_jax.prefix_cache import hash_block
 from paged_jax.request import Request
 from paged_jax.sampling_params import SamplingParams
 
@@ -41,21 +42,6 @@ def test_a_hit_leaves_the_last_token_to_compute():
     assert second.block_ids[0] == first.block_ids[0]
     assert second.block_ids[1] != first.block_ids[1]
     assert (manager.stats.num_query_tokens, manager.stats.num_hit_tokens) == (64, 16)
-
-
-def test_fifty_chats_on_a_prompt_of_1000_tokens_take_112_blocks():
-    manager = BlockManager(4000, 16)
-    system = list(range(1000))
-    requests = [make_request(str(i), [*system, 5000 + i]) for i in range(50)]
-    for request in requests:
-        admit(manager, request)
-        request.num_computed_tokens = request.num_tokens
-    assert manager.pool.num_used_blocks == 62 + 50
-    manager.check_integrity(requests)
-    apart = BlockManager(4000, 16, enable_prefix_caching=False)
-    for i in range(50):
-        assert apart.allocate(make_request(str(i), [*system, 5000 + i]))
-    assert apart.pool.num_used_blocks == 50 * 63
 
 
 def test_cache_salt_keeps_tenants_apart():
@@ -103,3 +89,69 @@ def test_double_allocation_is_an_error():
     assert manager.allocate(request)
     with pytest.raises(ValueError, match="'a' holds blocks already"):
         manager.allocate(request)
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "later"),
+    [
+        ({}, None, None),
+        ({"cache_salt": "x"}, (None, None, "x", None), None),
+        ({"lora_id": "x"}, ("x", None, None, None), ("x", None, None, None)),
+        ({"extra_keys": ("x", 1)}, (None, ("x", 1), None, None), (None, ("x", 1), None, None)),
+        (
+            {"lora_id": "l", "extra_keys": ("k",), "cache_salt": "s"},
+            ("l", ("k",), "s", None),
+            ("l", ("k",), None, None),
+        ),
+    ],
+)
+def test_extra_keys_are_adapter_own_keys_and_salt_of_the_first_block(fields, first, later):
+    request = make_request("a", list(range(8)), **fields)
+    assert (request.extra_keys_of(0), request.extra_keys_of(1)) == (first, later)
+    request.extend_hashes(2, 4)
+    parent = hash_block(None, range(4), first)
+    assert request.block_hashes == [parent, hash_block(parent, range(4, 8), later)]
+
+
+def test_requests_of_other_keys_share_nothing():
+    manager = BlockManager(40, 4)
+    prompt = list(range(9))
+    kinds = [
+        {},
+        {"cache_salt": "x"},
+        {"lora_id": "x"},
+        {"extra_keys": ("x",)},
+        {"extra_keys": (1,)},
+    ]
+    for fields in kinds:
+        request = make_request("a", prompt, **fields)
+        admit(manager, request)
+        assert request.num_cached_tokens == 0, fields
+    for fields in kinds:
+        request = make_request("b", prompt, **fields)
+        admit(manager, request)
+        assert request.num_cached_tokens == 8, fields
+
+
+def test_a_scored_prompt_hits_no_more_than_lies_before_its_scores():
+    manager = BlockManager(20, 4)
+    prompt = list(range(12))
+    admit(manager, make_request("a", prompt))
+    for score_start, num_hit in ((1, 0), (4, 0), (5, 4), (9, 8), (12, 8), (None, 8)):
+        request = make_request("b", prompt, score_start=score_start)
+        assert manager.allocate(request)
+        assert request.num_computed_tokens == num_hit, score_start
+        manager.free(request)
+
+
+def test_tables_as_an_array():
+    manager = BlockManager(10, 4)
+    requests = [make_request("a", [1] * 9), make_request("b", [2] * 3)]
+    for request in requests:
+        assert manager.allocate(request)
+    tables = manager.block_tables(requests)
+    assert tables.dtype == "int32"
+    assert tables.tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert manager.block_tables(requests, width=4).tolist() == [[1, 2, 3, 0], [4, 0, 0, 0]]
+    with pytest.raises(ValueError, match="width=2 is too small: the longest table has 3 blocks"):
+        manager.block_tables(requests, width=2)

@@ -62,3 +62,53 @@ def test_reset_is_refused_while_a_block_is_held():
     pool.release(taken)
     assert pool.reset_prefix_cache()
     assert pool.prefix_cache.match([b"x"]) == []
+
+
+def test_a_block_that_is_held_back_is_neither_taken_nor_lost():
+    pool = BlockPool(4)
+    [block] = pool.take(1)
+    pool.hold_back(block)
+    pool.hold_back(block)
+    pool.release([block])
+    # Nobody holds it, and two copies are still to read it.
+    assert pool.free_queue() == [2, 3] and pool.num_used_blocks == 1
+    pool.let_go(block)
+    assert pool.free_queue() == [2, 3]
+    pool.let_go(block)
+    assert pool.free_queue() == [1, 2, 3] and pool.num_used_blocks == 0
+
+
+def test_a_hit_on_a_block_that_is_held_back():
+    pool = BlockPool(4)
+    [block] = pool.take(1)
+    pool.prefix_cache.insert(b"x", block)
+    pool.hold_back(block)
+    pool.release([block])
+    assert pool.num_free_among([block, 2]) == 1  # Not free, though its count is 0.
+    pool.touch([block])
+    assert pool.ref_counts[block] == 1
+    pool.let_go(block)
+    assert pool.free_queue() == [2, 3]
+    pool.release([block])
+    assert pool.free_queue() == [2, 3, 1]
+
+
+def test_evictions_are_told_once_the_block_is_taken():
+    told = []
+    pool = BlockPool(4, on_evict=lambda *event: told.append((*event, pool.ref_counts[event[0]])))
+    pool.prefix_cache.insert(b"x", 2)
+    assert pool.take(3) == [1, 2, 3]
+    assert told == [(2, b"x", 1)]
+
+
+def test_integrity_tells_a_leak_a_wrong_count_and_the_null_block():
+    pool = BlockPool(4)
+    pool.take(2)
+    pool.check_integrity({1: 1, 2: 1})
+    for held, message in (
+        ({1: 1}, "used \\+ free is not all"),
+        ({1: 1, 2: 2}, "block 2: a wrong count"),
+        ({0: 1, 1: 1}, "null block"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            pool.check_integrity(held)

@@ -334,7 +334,7 @@ def test_options_are_checked():
         (dict(num_gpu_blocks_override=10), r"max_model_len=128 .*hold 36 tokens"),
         (dict(kv_cache_memory_bytes=100), r"100 bytes, and two blocks of 4 tokens need"),
         (dict(dtype="float16"), "dtype='float16'"),
-        (dict(quantization="int8"), "quantization='int8' is not supported yet"),
+        (dict(quantization="int4"), "quantization='int4': it must be one of"),
         (dict(tensor_parallel_size=2), "tensor_parallel_size=2 is not supported yet"),
         (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization=1.5"),
         (dict(max_seqs=3), "unknown option 'max_seqs'"),

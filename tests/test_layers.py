@@ -18,8 +18,8 @@ LAYERS = [
     "paged_jax.pool_picture paged_jax.memory_report",
     "paged_jax.chat paged_jax.tokenizer_gguf paged_jax.tokenizer paged_jax.detokenizer "
     "paged_jax.demo_model paged_jax.prompts paged_jax.beam_search paged_jax.beam_driver",
-    "paged_jax.bisection paged_jax.sampling paged_jax.batch paged_jax.kv_pool "
-    "paged_jax.block_mover",
+    "paged_jax.bisection paged_jax.sampling paged_jax.batch paged_jax.batch_builder "
+    "paged_jax.kv_pool paged_jax.block_mover",
     "paged_jax.models",
     "paged_jax.step paged_jax.compile paged_jax.sizing",
     "paged_jax.outputs paged_jax.metrics paged_jax.sequence paged_jax.accounts",

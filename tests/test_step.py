@@ -12,7 +12,8 @@ from dense_llama import model_logits
 from tiny_engine import tiny_model
 
 import paged_jax as pj
-from paged_jax.batch import Buckets, build_step
+from paged_jax.batch import Buckets
+from paged_jax.batch_builder import build_step
 from paged_jax.config import SchedulerConfig
 from paged_jax.request import Request
 from paged_jax.sampling_params import SamplingParams

@@ -21,7 +21,8 @@ def collect(metrics: Metrics, scheduler: Scheduler) -> dict[str, Any]:
     generation_tokens; prefix_cache_queries and prefix_cache_hits, the latter also by tier (forks
     and preempted requests do not ask); swap_in_tokens, swap_out_tokens; host_offload_tokens, of
     evicted prefixes moved to the host. Blocks: cow_copies, evictions and host_evictions of hashed
-    blocks, folded_blocks (equal ones made one).
+    blocks, folded_blocks (equal ones made one). Of speculation, in tokens:
+    spec_decode_num_draft_tokens, and spec_decode_num_accepted_tokens of them.
 
     Latencies in seconds, as `Histogram.as_dict` has them: time_to_first_token_seconds,
     inter_token_latency_seconds, e2e_request_latency_seconds.
@@ -50,6 +51,8 @@ def collect(metrics: Metrics, scheduler: Scheduler) -> dict[str, Any]:
         "evictions": stats.num_evictions,
         "host_evictions": stats.num_host_evictions,
         "folded_blocks": stats.num_folded_blocks,
+        "spec_decode_num_draft_tokens": scheduler.drafter.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": scheduler.drafter.num_accepted_tokens,
         "prompt_tokens": metrics.prompt_tokens,
         "generation_tokens": metrics.generation_tokens,
         "request_success": dict(metrics.request_success),

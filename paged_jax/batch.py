@@ -94,6 +94,8 @@ class Buckets:
     table_width: int
     # Whether decodes write and read in one kernel, so that none may read what another writes.
     decodes_append: bool = False
+    # Steps of a few tokens with fewer rows than there are seats: of few sequences with drafts.
+    small: tuple[StepShape, ...] = ()
 
     @classmethod
     def choose(
@@ -104,6 +106,7 @@ class Buckets:
         max_model_len: int,
         block_size: int,
         decodes_append: bool = False,
+        drafts: bool = False,
     ) -> Buckets:
         """Sequences in powers of four or so (1, 8, 32, 128, ...), tokens in powers of two from 32.
 
@@ -122,13 +125,16 @@ class Buckets:
             num_tokens=tuple(tokens),
             table_width=-(-max_model_len // block_size),
             decodes_append=decodes_append,
+            small=(StepShape(8, 8, False),) if drafts and max_num_seqs > 8 else (),
         )
 
     def shapes(self) -> list[StepShape]:
         """Every shape, the largest first."""
         most = self.num_seqs[-1]
         prefills = [StepShape(n, most, False) for n in reversed(self.num_tokens)]
-        return prefills + [StepShape(n, n, True) for n in reversed(self.num_seqs)]
+        return (
+            prefills + list(self.small) + [StepShape(n, n, True) for n in reversed(self.num_seqs)]
+        )
 
     def shape_for(
         self, num_tokens: int, num_seqs: int, *, may_be_decodes: bool = True
@@ -143,6 +149,9 @@ class Buckets:
         if num_tokens <= num_seqs and may_be_decodes:
             size = self.num_seqs[bisect.bisect_left(self.num_seqs, num_seqs)]
             return StepShape(size, size, True)
+        for shape in self.small:
+            if num_tokens <= shape.num_tokens and num_seqs <= shape.num_seqs:
+                return shape
         size = self.num_tokens[bisect.bisect_left(self.num_tokens, num_tokens)]
         return StepShape(size, self.num_seqs[-1], False)
 

@@ -33,8 +33,9 @@ def build_step(
     memory is the host's may read them as they lie.
     """
     chunks = [chunk for chunk in step.chunks if chunk.num_tokens]
-    requests, starts, counts = zip(*chunks, strict=True)
-    if len(chunks) == len(step.chunks) and not any(map(_score_start, requests)):
+    requests, starts, counts, _ = zip(*chunks, strict=True)
+    is_plain = len(chunks) == len(step.chunks) and not step.num_extra_rows
+    if is_plain and not any(map(_score_start, requests)):
         rows = SampleRows(requests, list(map(add, starts, counts)))
     else:
         rows = SampleRows.of(step.chunks)
@@ -46,7 +47,7 @@ def build_step(
         and not (buckets.decodes_append and step.reads_what_it_writes),
     )
     batch = make_batch(
-        [request.token_ids[start : start + count] for request, start, count in chunks],
+        [chunk.token_ids for chunk in chunks],
         starts,
         list(map(_block_ids, requests)),
         block_size=block_size,
@@ -89,8 +90,8 @@ class SampleRows(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Sequence[ScheduledChunk]) -> SampleRows:
-        """A row a chunk, and one for each scored token; a chunk of no tokens has the logits of the
-        chunk before.
+        """A row a chunk, and one for each scored token and each guess of a draft; a chunk of no
+        tokens has the logits of the chunk before.
         """
         requests, positions, token_rows, forced, num_logprobs = [], [], [], [], []
         end_row = 0

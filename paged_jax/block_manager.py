@@ -57,6 +57,7 @@ class BlockManager:
         self.journal: PrefixJournal | None = None
         self._copies: dict[int, int] = {}  # destination -> source
         self._swap_in: dict[int, int] = {}  # device block -> host block
+        self._filling: dict[int, Request] = {}  # hashed, full only after this step -> by whom
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
@@ -107,9 +108,8 @@ class BlockManager:
         self.pool.touch([block_id for block_id in shared if block_id > 0])
         from_host = self._bring_in(request, shared)
         request.num_computed_tokens = num_computed
-        request.num_hashed_blocks = request.num_folded_blocks = (
-            num_computed // self.block_size if self.enable_prefix_caching else 0
-        )
+        num_full = num_computed // self.block_size if self.enable_prefix_caching else 0
+        request.num_hashed_blocks = request.num_folded_blocks = num_full
         num_host_tokens = sum(min(self.block_size, num_computed - start) for start in from_host)
         if request.is_swapped:
             assert self.host is not None
@@ -183,6 +183,7 @@ class BlockManager:
         for i in range(request.num_hashed_blocks, num_full):
             if self.pool.prefix_cache.hash_of(request.block_ids[i]) is None:
                 self._store(request, i)
+                self._filling[request.block_ids[i]] = request
         request.num_hashed_blocks = num_full
 
     def fold_duplicates(self, request: Request) -> None:
@@ -246,6 +247,7 @@ class BlockManager:
 
     def take_moves(self) -> BlockMoves:
         """What the device must do before this step writes; the next step's collection begins."""
+        self._filling.clear()
         is_host_busy = self.host is not None and self.host.is_busy
         if not (self._copies or self._swap_in or is_host_busy):
             return NO_MOVES
@@ -300,10 +302,7 @@ class BlockManager:
         return True
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
-        """Raises AssertionError unless the pools and the tables of all live requests agree.
-
-        To be called between steps.
-        """
+        """Between steps, AssertionError unless pools and tables of all live requests agree."""
         pool, requests = self.pool, list(requests)
         held = Counter(block_id for request in requests for block_id in request.block_ids)
         held.update(self.pinned_blocks.values())
@@ -340,6 +339,10 @@ class BlockManager:
             parent = request.fork_of
             if parent is not None:
                 num_shared = min(parent.num_computed_tokens, request.max_shared_tokens)
+                num_full = num_shared // self.block_size
+                part = parent.block_ids[num_full : num_full + 1]
+                if part and self._filling.get(part[0], parent) is not parent:  # Not yet to copy.
+                    num_shared = num_full * self.block_size
                 if parent.block_ids and num_shared > num_computed:
                     num_computed, is_fork = num_shared, True
                     shared = list(parent.block_ids[: self.num_blocks_for(num_shared)])
@@ -379,8 +382,7 @@ class BlockManager:
 
     def _own_next_block(self, request: Request) -> None:
         """Copies the block that is written next if others hold it: copy-on-write."""
-        index = request.num_computed_tokens // self.block_size
-        table = request.block_ids
+        table, index = request.block_ids, request.num_computed_tokens // self.block_size
         if index >= len(table) or self.pool.ref_counts[table[index]] == 1:
             return
         source = table[index]
@@ -394,8 +396,7 @@ class BlockManager:
             self.host.pool.touch([self._swap_in[copy]])
             return
         source = self._copies.get(source, source)  # Nor is a copy of this step there yet.
-        # Its holder may be preempted in this step, and the block must not be overwritten.
-        self.pool.hold_back(source)
+        self.pool.hold_back(source)  # Its holder may be preempted in this step.
         self._copies[copy] = source
 
     def _undo_copy(self, request: Request) -> None:

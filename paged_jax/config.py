@@ -43,6 +43,7 @@ class SchedulerConfig:
       preemption_mode: "recompute", "swap", or "auto", the cheaper of them as measured.
       num_host_blocks: blocks of host memory for swapped sequences; 0 for none.
       enable_host_prefix_cache: whether evicted prefixes are kept there.
+      num_speculative_tokens: the longest draft that a decode may carry; 0 for none.
     """
 
     num_blocks: int
@@ -55,8 +56,10 @@ class SchedulerConfig:
     preemption_mode: str = "auto"
     num_host_blocks: int = 0
     enable_host_prefix_cache: bool = False
+    num_speculative_tokens: int = 0
 
     def __post_init__(self):
+        check_int("num_speculative_tokens", self.num_speculative_tokens, at_least=0)
         check_choice("policy", self.policy, SCHEDULING_POLICIES)
         check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         check_int("num_host_blocks", self.num_host_blocks, at_least=0)
@@ -113,6 +116,10 @@ class EngineConfig:
         never.
       watch_prefixes: look for prompts that are alike but for a few tokens early on, which keeps
         them from sharing blocks, and log a warning.
+      speculation: None, or "prompt_lookup": guess the next tokens from earlier ones of the same
+        sequence, and confirm them in one step. The tokens are the same, sooner where texts repeat
+        themselves and few requests run.
+      num_speculative_tokens: the most tokens of a guess.
       tensor_parallel_size: devices a model is split over; only 1 so far.
       attention_implementation: None (the fastest for the device), "xla", "reference", or "tpu": the
         TPU's kernels, which run on other devices too, interpreted and very slow.
@@ -137,6 +144,8 @@ class EngineConfig:
     enable_host_prefix_cache: bool = False
     swap_alert_tokens_per_second: float | None = 300.0
     watch_prefixes: bool = True
+    speculation: str | None = None
+    num_speculative_tokens: int = 7
     tensor_parallel_size: int = 1
     attention_implementation: str | None = None
     disable_log_stats: bool = True
@@ -158,6 +167,9 @@ class EngineConfig:
         check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
         check_int("swap_space_bytes", self.swap_space_bytes, at_least=0)
         self._check_swapping()
+        check_int("num_speculative_tokens", self.num_speculative_tokens, at_least=1)
+        if self.speculation is not None:
+            check_choice("speculation", self.speculation, ("prompt_lookup",))
         utilization = self.gpu_memory_utilization
         if not isinstance(utilization, (int, float)) or not 0 < utilization <= 1:
             raise ValueError(

@@ -297,7 +297,8 @@ class Engine:
             error = None
             if request.score_start is not None and request.request_id in self._sequences:
                 error = self._sequences[request.request_id][1].take_scores(chunk, row, sampled)
-            if not all_finite and chunk.samples and not sampled.is_finite[row]:
+            first = row - len(chunk.draft)
+            if not all_finite and chunk.samples and not sampled.is_finite[first : row + 1].all():
                 error = NOT_FINITE
             if error is not None and request.request_id in self._sequences:  # Else it is aborted.
                 failed.append((request, error))
@@ -306,19 +307,29 @@ class Engine:
             self._fail(request, error)
             self._touch(request, touched)  # It is in no result of the scheduler's.
         all_tokens = sampled.token_ids.tolist()
-        token_ids = [all_tokens[row] for row in row_of.values()]
-        for request, token_id in self.scheduler.update(step, token_ids):
+        token_ids: list[Any] = [all_tokens[row] for row in row_of.values()]
+        if step.num_extra_rows:
+            for i, chunk in enumerate(step.chunks):
+                if chunk.draft:
+                    end = row_of[chunk.request.request_id] + 1
+                    first = row_of[chunk.request.request_id] = end - len(chunk.draft) - 1
+                    token_ids[i] = all_tokens[first:end]
+        for request, token_id, number in self.scheduler.update(step, token_ids):
             if token_id < 0:  # It computed what it wanted, and samples nothing.
                 self._touch(request, touched)
                 continue
-            group, sequence = self._sequences[request.request_id]
+            entry = self._sequences.get(request.request_id)
+            if entry is None or entry[1].is_done():
+                continue  # A stop string or a fault ended it at an earlier token.
+            group, sequence = entry
             self.metrics.generation_tokens += 1
             try:
-                stop = sequence.append(token_id, sampled, row_of[request.request_id])
+                stop = sequence.append(token_id, sampled, row_of[request.request_id] + number)
             except Exception as error:  # A tokenizer's fault is its request's alone.
                 self._fail(request, f"{type(error).__name__}: {error}")
             else:
-                if stop is not None and request.finish_reason != "stop":
+                if stop is not None and not sequence.ends_by_itself:
+                    sequence.drop_rest()
                     request.finish_reason, request.stop_reason = "stop", stop
                     self.scheduler.finish(request)
             if group.stream or request.finish_reason is not None:
@@ -359,9 +370,10 @@ class Engine:
 
     def _fail(self, request: Request, error: str) -> None:
         logger.error("Request %s failed: %s", request.request_id, error)
-        request.finish_reason = "error"
+        sequence = self._sequences[request.request_id][1]
+        sequence.error, request.finish_reason = error, "error"
+        sequence.drop_rest()
         self.scheduler.finish(request)
-        self._sequences[request.request_id][1].error = error
 
     def _close(self, group: SequenceGroup) -> RequestOutput:
         """Forgets an ended request, and counts it."""

@@ -7,6 +7,7 @@ import time
 from array import array
 
 from paged_jax.prefix_cache import ExtraKeys, hash_block
+from paged_jax.prompt_lookup import PromptLookup
 from paged_jax.sampling_params import SamplingParams
 
 
@@ -46,6 +47,7 @@ class Request:
       block_hashes: the chained hash of each full block of `token_ids`, as far as it was needed.
       num_hashed_blocks: how many blocks of the table stand in the prefix cache.
       num_folded_blocks: how many of them were looked at for an equal block to share.
+      lookup: what its drafts come from, if it is speculated on.
       children: sequences that fork off when this one's prompt is computed.
       packed_sampling: what `params` and `seed` ask of the sampler as bytes; b"" until a step packs
         them.
@@ -68,6 +70,7 @@ class Request:
         "fork_of",
         "hold",
         "host_block_ids",
+        "lookup",
         "lora_id",
         "max_total_tokens",
         "num_cached_tokens",
@@ -127,6 +130,7 @@ class Request:
         self.fork_of = fork_of
         self.takes_over = takes_over
         self.children: list[Request] = []
+        self.lookup: PromptLookup | None = None
         room = 0 if prefill_only else max_model_len - self.num_prompt_tokens
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         self.max_total_tokens = self.num_prompt_tokens + max_tokens
@@ -256,3 +260,19 @@ class Request:
         if self.finish_reason is None and num_tokens >= self.max_total_tokens:
             self.finish_reason = "length"
         return self.finish_reason is not None
+
+
+def check_prompt_length(num_prompt_tokens: int, max_model_len: int, prefill_only: bool) -> None:
+    """Raises ValueError unless a prompt of this length fits, and an output token after it."""
+    if num_prompt_tokens == 0:
+        raise ValueError("the prompt is empty (0 tokens); give at least one token")
+    if num_prompt_tokens > max_model_len:
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens, more than max_model_len={max_model_len}; "
+            "shorten it, or raise max_model_len if the model allows"
+        )
+    if num_prompt_tokens == max_model_len and not prefill_only:
+        raise ValueError(
+            f"the prompt has {num_prompt_tokens} tokens and max_model_len={max_model_len}: there "
+            f"is no room for one output token; shorten it to at most {max_model_len - 1} tokens"
+        )

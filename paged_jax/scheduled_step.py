@@ -16,12 +16,14 @@ class ScheduledChunk(NamedTuple):
     """`num_tokens` tokens of one request, from its token `start` on.
 
     A chunk of no tokens follows that of the sequence it forks from in this step: it samples from
-    the same logits.
+    the same logits. The last of the tokens may be a draft: guesses that the sequence does not hold
+    yet, and that the step is to confirm.
     """
 
     request: Request
     start: int
     num_tokens: int
+    draft: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -30,11 +32,19 @@ class ScheduledChunk(NamedTuple):
     @property
     def samples(self) -> bool:
         """Whether the chunk reaches the sequence's last token, so that a new token is sampled."""
-        return self.start + self.num_tokens == len(self.request.token_ids)
+        return self.start + self.num_tokens >= len(self.request.token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens to compute."""
+        tokens = self.request.token_ids[self.start : self.start + self.num_tokens]
+        return tokens + list(self.draft) if self.draft else tokens
 
     @property
     def num_rows(self) -> int:
         """Rows of logits that the chunk asks for, those of its last tokens."""
+        if self.draft:
+            return len(self.draft) + 1
         return self.request.num_rows(self.start, self.start + self.num_tokens)
 
 
@@ -47,12 +57,12 @@ class ScheduledStep:
     # How many of the chunks, the last ones, are of requests that this step admitted
     num_admitted: int = 0
     moves: BlockMoves = NO_MOVES
-    # Rows of logits beyond one a chunk
-    num_scored_rows: int = 0
+    # Rows of logits beyond one a chunk: of tokens that are scored, and of drafts
+    num_extra_rows: int = 0
 
     @functools.cached_property
     def num_tokens(self) -> int:
-        return sum([num_tokens for _, _, num_tokens in self.chunks])
+        return sum([chunk[2] for chunk in self.chunks])
 
     @property
     def admitted(self) -> tuple[ScheduledChunk, ...]:
@@ -60,7 +70,7 @@ class ScheduledStep:
 
     def last_rows(self) -> Sequence[int]:
         """Where each chunk's rows of logits end: the row of its last token."""
-        if not self.num_scored_rows:
+        if not self.num_extra_rows:
             return range(len(self.chunks))
         return [end - 1 for end in itertools.accumulate(chunk.num_rows for chunk in self.chunks)]
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 
 from paged_jax.block_manager import BlockManager
 from paged_jax.config import SchedulerConfig
+from paged_jax.drafter import Drafter
 from paged_jax.preemption import PreemptionCosts
-from paged_jax.request import Request, RequestStatus
+from paged_jax.request import Request, RequestStatus, check_prompt_length
 from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
 from paged_jax.waiting import WaitingQueue, rank
 
@@ -41,9 +42,10 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.costs = PreemptionCosts()
         self.num_preemptions_by_mode = {"recompute": 0, "swap": 0}
+        self.drafter = Drafter(config.num_speculative_tokens)
         self._num_arrivals = 0
         # Rows of logits that this step's chunks ask for beyond one each.
-        self._num_scored_rows = 0
+        self._num_extra_rows = 0
 
     def __repr__(self) -> str:
         pool = self.blocks.pool
@@ -81,30 +83,19 @@ class Scheduler:
 
     def check_length(self, num_prompt_tokens: int, *, prefill_only: bool = False) -> None:
         """Raises ValueError unless a prompt of this length fits, and an output token after it."""
-        limit = self.config.max_model_len
-        if num_prompt_tokens == 0:
-            raise ValueError("the prompt is empty (0 tokens); give at least one token")
-        if num_prompt_tokens > limit:
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens, more than max_model_len={limit}; "
-                "shorten it, or raise max_model_len if the model allows"
-            )
-        if num_prompt_tokens == limit and not prefill_only:
-            raise ValueError(
-                f"the prompt has {num_prompt_tokens} tokens and max_model_len={limit}: there is no "
-                f"room for one output token; shorten it to at most {limit - 1} tokens"
-            )
+        check_prompt_length(num_prompt_tokens, self.config.max_model_len, prefill_only)
 
     def schedule(self) -> ScheduledStep:
         """Picks the next step's chunks, and gives their requests the blocks that they need."""
         chunks: list[ScheduledChunk] = []
         preempted: list[Request] = []
-        self._num_scored_rows = 0
+        self._num_extra_rows = 0
         budget = self._schedule_running(chunks, preempted)
         block_size = self.config.block_size
-        for request, start, num_tokens in chunks:
-            if (start + num_tokens) // block_size > request.num_hashed_blocks:
-                self.blocks.cache_full_blocks(request, start + num_tokens)
+        for request, start, num_tokens, draft in chunks:
+            num_known = start + num_tokens - len(draft)
+            if num_known // block_size > request.num_hashed_blocks:
+                self.blocks.cache_full_blocks(request, num_known)
         chunks = self._fork_children(chunks)
         num_running = len(chunks)
         if not preempted and self.waiting:
@@ -114,27 +105,38 @@ class Scheduler:
             tuple(preempted),
             num_admitted=len(chunks) - num_running,
             moves=self.blocks.take_moves(),
-            num_scored_rows=self._num_scored_rows,
+            num_extra_rows=self._num_extra_rows,
         )
 
-    def update(self, step: ScheduledStep, token_ids: Sequence[int]) -> list[tuple[Request, int]]:
-        """Takes a step's sampled tokens, one a chunk, and ends the requests that they finish.
+    def update(
+        self, step: ScheduledStep, token_ids: Sequence[Sequence[int] | int]
+    ) -> list[tuple[Request, int, int]]:
+        """Takes a step's sampled tokens, and ends the requests that they finish.
 
         Tokens of chunks that did not reach their sequence's end are dropped, as are those of
-        requests that ended meanwhile.
+        requests that ended meanwhile, and those behind a guess that was wrong.
+
+        Args:
+          step: what was computed.
+          token_ids: one for each chunk; for a chunk with a draft, one for each of its rows.
 
         Returns:
-          The requests that got a token, with it, and those that end without one, with -1. Those
-          that ended carry a finish reason, and their blocks are free already, or held.
+          The requests that got a token, with it and its number in this step, from 0; and those that
+          end without one, with -1. Those that ended carry a finish reason, and their blocks are
+          free already, or held.
         """
         now = time.monotonic()
         block_size, running = self.config.block_size, RequestStatus.RUNNING
-        results = []
-        for (request, start, num_tokens), token_id in zip(step.chunks, token_ids, strict=True):
+        results: list[tuple[Request, int, int]] = []
+        for chunk, sampled in zip(step.chunks, token_ids, strict=True):
+            request, start, num_tokens, draft = chunk
             if request.status is not running:
                 continue
             # Before the new token is appended: it is what tells a last chunk from the others.
             end, num_known = start + num_tokens, len(request.token_ids)
+            if draft:
+                self._take_drafted(chunk, sampled, results)  # pyright: ignore[reportArgumentType]
+                continue
             request.num_computed_tokens = end
             if end // block_size > request.num_folded_blocks:
                 self.blocks.fold_duplicates(request)
@@ -143,17 +145,39 @@ class Scheduler:
             if request.prefill_only:
                 if end == num_known - 1:
                     self.finish(request, "length")
-                    results.append((request, -1))
+                    results.append((request, -1, 0))
                 continue
             if end != num_known:
                 continue
-            request.token_ids.append(token_id)
+            request.token_ids.append(sampled)  # pyright: ignore[reportArgumentType]
             if request.first_token_time is None:
                 request.first_token_time = now
             if request.check_stop():
                 self.finish(request)
-            results.append((request, token_id))
+            results.append((request, sampled, 0))  # pyright: ignore[reportArgumentType]
         return results
+
+    def _take_drafted(
+        self, chunk: ScheduledChunk, sampled: Sequence[int], results: list[tuple[Request, int, int]]
+    ) -> None:
+        """Takes the tokens that a draft's rows gave, as far as the draft was right, and one more.
+
+        Each row's token is the one that the sequence would have got without a draft, since it
+        depends on the tokens before it, the seed and the position alone: so a guess is accepted if
+        it is that token, greedy or not.
+        """
+        request, draft, number = chunk.request, chunk.draft, 0
+        for number, token_id in enumerate(sampled):
+            request.token_ids.append(token_id)
+            request.num_computed_tokens = chunk.start + number + 1
+            results.append((request, token_id, number))
+            if request.check_stop() or number == len(draft) or token_id != draft[number]:
+                break
+        self.drafter.learn(request, draft, number)
+        if request.finish_reason is not None:
+            self.finish(request)
+        else:
+            self.blocks.fold_duplicates(request)
 
     def finish(self, request: Request, reason: str | None = None) -> None:
         """Ends a request and frees its blocks at once; one that has ended is left as it is.
@@ -276,8 +300,12 @@ class Scheduler:
             request = running[len(chunks)]  # Chunk i is of the i-th running request.
             start = request.num_computed_tokens
             num_tokens = len(request.token_ids) - request.prefill_only - start
+            draft: tuple[int, ...] = ()
             if num_tokens > 1:
                 num_tokens = self._fit(request, start, num_tokens, budget)
+            elif self.drafter:
+                draft = self._draft_for(request, budget)
+                num_tokens += len(draft)
             while not append_slots(request, start + num_tokens):
                 if self._evict_held():
                     continue
@@ -286,15 +314,26 @@ class Scheduler:
                 if place < len(chunks):
                     undone = chunks.pop(place)
                     budget += undone.num_tokens
-                    self._num_scored_rows -= undone.num_rows - 1
+                    self._num_extra_rows -= undone.num_rows - 1
                 self.preempt(victim)
                 preempted.append(victim)
                 if victim is request:
                     break
             else:
-                chunks.append(ScheduledChunk(request, start, num_tokens))
+                chunks.append(ScheduledChunk(request, start, num_tokens, draft))
                 budget -= num_tokens
         return budget
+
+    def _draft_for(self, request: Request, budget: int) -> tuple[int, ...]:
+        """Guesses of a decode's next tokens, where there are rows and free blocks for them, and
+        nobody waits: no one is preempted for a guess.
+        """
+        room = self.config.max_num_seqs - len(self.running) - self._num_extra_rows
+        draft = () if self.waiting else self.drafter.propose(request, min(room, budget - 1))
+        if draft and not self.blocks.append_slots(request, request.num_tokens + len(draft)):
+            return ()
+        self._num_extra_rows += len(draft)
+        return draft
 
     def _admit(self, budget: int) -> list[ScheduledChunk]:
         """Admits waiting requests in order while budget, seats and blocks last; their chunks."""
@@ -326,7 +365,7 @@ class Scheduler:
         They sample their first tokens from the same logits, in chunks of no tokens that are put
         behind their parent's. Those without a seat wait, and share what they can when admitted.
         """
-        if not [request for request, _, _ in chunks if request.children]:
+        if not [chunk for chunk in chunks if chunk[0].children]:
             return chunks
         family: list[ScheduledChunk] = []
         for chunk in chunks:
@@ -349,14 +388,14 @@ class Scheduler:
         num_tokens = min(num_tokens, budget)
         if request.score_start is None:
             return num_tokens
-        num_rows = 1 + self.config.max_num_seqs - len(self.running) - self._num_scored_rows
+        num_rows = 1 + self.config.max_num_seqs - len(self.running) - self._num_extra_rows
         end = min(start + num_tokens, max(start, request.score_start - 1) + num_rows)
-        self._num_scored_rows += request.num_rows(start, end) - 1
+        self._num_extra_rows += request.num_rows(start, end) - 1
         return end - start
 
     def _has_seat(self) -> bool:
         """Whether one more sequence may run; each takes a row of logits, as scored tokens do."""
-        return len(self.running) + self._num_scored_rows < self.config.max_num_seqs
+        return len(self.running) + self._num_extra_rows < self.config.max_num_seqs
 
     def _evict_held(self, spare: Request | None = None) -> bool:
         """Takes the blocks of a held one, the least recently used first; False if none has any.
@@ -375,10 +414,8 @@ class Scheduler:
     def _give_up_blocks(self, request: Request, mode: str | None = None) -> str:
         """Swaps a sequence out, or frees its blocks, to be computed anew; tells which."""
         mode = mode or self.config.preemption_mode
-        if mode == "auto":
-            is_cheap = self.costs.prefers_swap(request.num_computed_tokens)
-            mode = "swap" if is_cheap else "recompute"
-        if mode == "swap" and self.blocks.swap_out(request):
+        is_cheap = mode == "auto" and self.costs.prefers_swap(request.num_computed_tokens)
+        if (mode == "swap" or is_cheap) and self.blocks.swap_out(request):
             return "swap"
         self.blocks.free(request)
         return "recompute"

@@ -58,6 +58,18 @@ class SequenceState:
                 min_tokens=params.min_tokens,
             )
 
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether EOS or a stop id ended the request at the token taken in last."""
+        request = self.request
+        return request.finish_reason == "stop" and self.num_tokens == request.num_output_tokens
+
+    def drop_rest(self) -> None:
+        """Takes the request's tokens back that were not taken in here: a stop string came first."""
+        request = self.request
+        del request.token_ids[request.num_prompt_tokens + self.num_tokens :]
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+
     def append(self, token_id: int, sampled: SamplerOutput, row: int) -> str | None:
         """Takes a new token; returns the stop string that it completes, if it does.
 
@@ -73,7 +85,7 @@ class SequenceState:
             return None
         # EOS and stop ids end the sequence; their own text is wanted only on request.
         request = self.request
-        silent = request.finish_reason == "stop" and not request.params.include_stop_str_in_output
+        silent = self.ends_by_itself and not request.params.include_stop_str_in_output
         return self.detokenizer.append(token_id, is_stop_token=silent)
 
     def is_done(self) -> bool:

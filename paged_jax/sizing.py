@@ -46,6 +46,7 @@ def resolve(
         max_model_len=max_model_len,
         block_size=config.block_size,
         decodes_append=uses_tpu_kernels(config.attention_implementation),
+        drafts=config.speculation is not None,
     )
     pool_form: dict[str, Any] = dict(
         block_size=config.block_size,
@@ -94,6 +95,7 @@ def resolve(
         preemption_mode=config.preemption_mode,
         num_host_blocks=num_host_blocks,
         enable_host_prefix_cache=config.enable_host_prefix_cache,
+        num_speculative_tokens=config.num_speculative_tokens if config.speculation else 0,
     )
     num_tokens = (num_blocks - 1) * config.block_size
     logger.info("Available KV cache memory: %.2f GiB", num_blocks * bytes_a_block / GIB)

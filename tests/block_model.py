@@ -59,8 +59,9 @@ class BlockModel:
         size = self.block_size
         writers: dict[int, str] = {}
         chains = [self.nodes(chunk.request) for chunk in step.chunks]
-        for (request, start, num_tokens), chain in zip(step.chunks, chains, strict=True):
-            for position in range(start, start + num_tokens):
+        for chunk, chain in zip(step.chunks, chains, strict=True):
+            request = chunk.request
+            for position in range(chunk.start, chunk.end):
                 block = request.block_ids[position // size]
                 writer = writers.setdefault(block, request.request_id)
                 assert writer == request.request_id, f"two write into block {block}"

@@ -291,3 +291,24 @@ def test_an_abort_frees_the_host_and_what_was_on_its_way():
     manager.free(a)
     assert not a.is_swapped and not manager.take_moves()
     assert manager.host is not None and manager.host.pool.num_used_blocks == 0
+
+
+def test_no_part_of_a_block_is_copied_in_the_step_that_fills_it():
+    """Copies come before a step's writes, so what another sequence writes now is not there yet."""
+    manager = BlockManager(12, 4)
+    writer = make_request("writer", PROMPT[:9])
+    parent = make_request("parent", PROMPT[:9])
+    for request in (writer, parent):
+        assert manager.allocate(request)
+        manager.cache_full_blocks(request, 9)
+    assert (table(writer), table(parent)) == ([1, 2, 3], [1, 2, 4])
+    assert parent.num_computed_tokens == 8  # Once this step is through.
+    # A fork wants seven tokens: it shares four, and computes the rest.
+    child = make_request("child", PROMPT[:8], fork_of=parent)
+    assert manager.allocate(child)
+    assert (table(child), child.num_computed_tokens) == ([1, 5], 4)
+    assert not manager.take_moves()
+    late = make_request("late", PROMPT[:8], fork_of=parent)
+    assert manager.allocate(late)
+    assert (table(late), late.num_computed_tokens) == ([1, 6], 7)
+    assert manager.take_moves().copies == ((2, 6),)

@@ -10,9 +10,8 @@ import numpy as np
 from paged_jax.block_moves import NO_MOVES, BlockMoves
 from paged_jax.block_pool import BlockPool
 from paged_jax.block_stats import BlockStats
+from paged_jax.cache_listeners import CacheListeners
 from paged_jax.host_tier import HostTier
-from paged_jax.kv_events import BlockRemoved, BlockStored, CacheCleared, KVEvents
-from paged_jax.prefix_journal import PrefixJournal
 from paged_jax.prefix_pins import PrefixPins
 from paged_jax.request import Request
 
@@ -47,14 +46,14 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.enable_host_prefix_cache = enable_host_prefix_cache and num_host_blocks > 0
+        self.listeners = CacheListeners(block_size)
         self.pool = BlockPool(num_blocks, self._on_evict)
         self.host: HostTier | None = None
         if num_host_blocks:
-            self.host = HostTier(num_host_blocks, self._on_host_evict, self._on_host_store)
+            on_store = self.listeners.stored_on_host
+            self.host = HostTier(num_host_blocks, self._on_host_evict, on_store)
         self.pins = PrefixPins(self.pool)
         self.stats = BlockStats()
-        self.events = KVEvents()
-        self.journal: PrefixJournal | None = None
         self._copies: dict[int, int] = {}  # destination -> source
         self._swap_in: dict[int, int] = {}  # device block -> host block
         self._filling: dict[int, Request] = {}  # hashed, full only after this step -> by whom
@@ -111,11 +110,12 @@ class BlockManager:
         num_full = num_computed // self.block_size if self.enable_prefix_caching else 0
         request.num_hashed_blocks = request.num_folded_blocks = num_full
         num_host_tokens = sum(min(self.block_size, num_computed - start) for start in from_host)
+        if request.is_swapped or is_fork:
+            self.stats.swap_in_tokens += num_host_tokens
         if request.is_swapped:
             assert self.host is not None
             self.host.release(request.host_block_ids)
             del request.host_block_ids[:]
-            self.stats.swap_in_tokens += num_host_tokens
         elif request.num_preemptions == 0 and not is_fork:
             request.num_cached_tokens = num_computed
             if self.enable_prefix_caching and request.score_start is None:
@@ -240,11 +240,6 @@ class BlockManager:
         self.stats.swap_out_tokens += num_tokens
         return True
 
-    @property
-    def pinned_blocks(self) -> dict[bytes, int]:
-        """The blocks that are pinned, by hash."""
-        return self.pins.blocks
-
     def take_moves(self) -> BlockMoves:
         """What the device must do before this step writes; the next step's collection begins."""
         self._filling.clear()
@@ -279,11 +274,8 @@ class BlockManager:
         """Goes on with the counters, pins and listeners of a manager whose blocks are forgotten."""
         self.stats, self.pool.peak_used_blocks = old.stats, old.pool.peak_used_blocks
         self.pins.hashes = old.pins.hashes
-        self.events, self.journal = old.events, old.journal
-        if self.journal is not None:
-            self.journal.record_cleared()
-        if self.events:
-            self.events.publish(CacheCleared())
+        self.listeners.events, self.listeners.journal = old.listeners.events, old.listeners.journal
+        self.listeners.cleared()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every hash, on the host too; False, with nothing changed, while a block is in
@@ -295,17 +287,14 @@ class BlockManager:
             return False
         if self.host is not None:
             self.host.pool.reset_prefix_cache()
-        if self.journal is not None:
-            self.journal.record_cleared()
-        if self.events:
-            self.events.publish(CacheCleared())
+        self.listeners.cleared()
         return True
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         """Between steps, AssertionError unless pools and tables of all live requests agree."""
         pool, requests = self.pool, list(requests)
         held = Counter(block_id for request in requests for block_id in request.block_ids)
-        held.update(self.pinned_blocks.values())
+        held.update(self.pins.blocks.values())
         pool.check_integrity(held)
         for request in requests:
             assert not (request.block_ids and request.host_block_ids), "in two places at once"
@@ -322,37 +311,62 @@ class BlockManager:
 
         Blocks that the host holds are negative, as in `find_cached`.
         """
-        host_table, is_fork = request.host_block_ids, False
-        if host_table:
-            assert self.host is not None
-            if self.host.is_landing(host_table):
-                return None
-            # What the device still has, of full blocks, is not brought back.
-            num_computed = request.num_computed_tokens
-            find, hash_of = self.pool.prefix_cache.find, self.host.pool.prefix_cache.hash_of
-            hashes = [hash_of(block_id) for block_id in host_table]
-            known = [None if h is None else find(h) for h in hashes]
-            shared = [-h if d is None else d for h, d in zip(host_table, known, strict=True)]
+        parent = request.fork_of
+        own = request.host_block_ids
+        if own:
+            plan = self._plan_swap_in(own, request.num_computed_tokens)
+            is_fork = False
+        elif parent is not None and parent.is_swapped and request.takes_over:
+            num_shared = min(parent.num_computed_tokens, request.max_shared_tokens)
+            table = parent.host_block_ids[: self.num_blocks_for(num_shared)]
+            request.extend_hashes(num_shared // self.block_size, self.block_size)
+            plan = self._plan_swap_in(table, num_shared)
+            is_fork = True
         else:
-            shared = self.find_cached(request)
-            num_computed = len(shared) * self.block_size
-            parent = request.fork_of
-            if parent is not None:
-                num_shared = min(parent.num_computed_tokens, request.max_shared_tokens)
-                num_full = num_shared // self.block_size
-                part = parent.block_ids[num_full : num_full + 1]
-                if part and self._filling.get(part[0], parent) is not parent:  # Not yet to copy.
-                    num_shared = num_full * self.block_size
-                if parent.block_ids and num_shared > num_computed:
-                    num_computed, is_fork = num_shared, True
-                    shared = list(parent.block_ids[: self.num_blocks_for(num_shared)])
+            *plan, is_fork = self._plan_shared(request)
+        if plan is None:
+            return None
+        shared, num_computed = plan
         on_device = [block_id for block_id in shared if block_id > 0]
         num_new = self._num_new_blocks(request, shared)
         if is_fork and num_computed % self.block_size:  # Copied at once, unless it is taken over.
-            num_new += not request.takes_over or self.pool.ref_counts[shared[-1]] > 1
+            is_shared = shared[-1] > 0 and self.pool.ref_counts[shared[-1]] > 1
+            num_new += is_shared or not request.takes_over
         if num_new > self.pool.num_free_blocks - self.pool.num_free_among(on_device):
             return None
         return shared, num_computed, is_fork
+
+    def _plan_swap_in(
+        self, host_table: Sequence[int], num_computed: int
+    ) -> tuple[list[int], int] | None:
+        """The blocks of a table on the host; None if this very step writes one of them.
+
+        What the device still has, of full blocks, is not brought back.
+        """
+        assert self.host is not None
+        if self.host.is_landing(host_table):
+            return None
+        find, hash_of = self.pool.prefix_cache.find, self.host.pool.prefix_cache.hash_of
+        hashes = [hash_of(block_id) for block_id in host_table]
+        known = [None if h is None else find(h) for h in hashes]
+        shared = [-h if d is None else d for h, d in zip(host_table, known, strict=True)]
+        return shared, num_computed
+
+    def _plan_shared(self, request: Request) -> tuple[list[int], int, bool]:
+        """The longest of a cached prefix and what a parent has computed, and which it is."""
+        shared = self.find_cached(request)
+        num_computed = len(shared) * self.block_size
+        parent = request.fork_of
+        if parent is None or not parent.block_ids:
+            return shared, num_computed, False
+        num_shared = min(parent.num_computed_tokens, request.max_shared_tokens)
+        num_full = num_shared // self.block_size
+        part = parent.block_ids[num_full : num_full + 1]
+        if part and self._filling.get(part[0], parent) is not parent:  # Not yet to be copied.
+            num_shared = num_full * self.block_size
+        if num_shared <= num_computed:
+            return shared, num_computed, False
+        return list(parent.block_ids[: self.num_blocks_for(num_shared)]), num_shared, True
 
     def _num_new_blocks(self, request: Request, shared: Sequence[int]) -> int:
         on_host = sum(1 for block_id in shared if block_id < 0)
@@ -415,36 +429,20 @@ class BlockManager:
         block_hash, block_id = request.block_hashes[index], request.block_ids[index]
         self.pool.prefix_cache.insert(block_hash, block_id)
         self.pins.note_stored(block_hash, block_id)
-        if self.journal is not None:
-            self.journal.forget_evicted(block_hash)
-        if self.events:
-            tokens = request.token_ids[index * self.block_size : (index + 1) * self.block_size]
-            parent = request.block_hashes[index - 1] if index else None
-            keys = request.extra_keys_of(index)
-            self.events.publish(
-                BlockStored((block_hash,), parent, tuple(tokens), self.block_size, keys, "device")
-            )
+        self.listeners.stored(request, index)
 
     def _on_evict(self, block_id: int, block_hash: bytes) -> None:
         """A hashed block is taken for something else: the host may keep what it holds."""
         self.stats.num_evictions += 1
         if self.pool.prefix_cache.find(block_hash) is not None:  # An equal one still stands.
             return
-        if self.events:
-            self.events.publish(BlockRemoved((block_hash,), "device"))
         if self.host is not None and self.enable_host_prefix_cache:
             if self.host.offload(block_id, block_hash):
                 self.stats.host_offload_tokens += self.block_size
-        if self.journal is not None and (self.host is None or not self.host.holds(block_hash)):
-            self.journal.record_evicted(block_hash)
-
-    def _on_host_store(self, block_hash: bytes) -> None:
-        if self.events:
-            self.events.publish(BlockStored((block_hash,), None, (), self.block_size, None, "host"))
+        is_gone = self.host is None or not self.host.holds(block_hash)
+        self.listeners.removed(block_hash, "device", is_gone=is_gone)
 
     def _on_host_evict(self, block_id: int, block_hash: bytes) -> None:
         self.stats.num_host_evictions += 1
-        if self.events:
-            self.events.publish(BlockRemoved((block_hash,), "host"))
-        if self.journal is not None and self.pool.prefix_cache.find(block_hash) is None:
-            self.journal.record_evicted(block_hash)
+        is_gone = self.pool.prefix_cache.find(block_hash) is None
+        self.listeners.removed(block_hash, "host", is_gone=is_gone)

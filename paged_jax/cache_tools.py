@@ -76,7 +76,7 @@ class CacheTools:
 
         `subscribe(callback)` or `open_queue()`; the events are in `paged_jax.kv_events`.
         """
-        return self.engine.scheduler.blocks.events
+        return self.engine.scheduler.blocks.listeners.events
 
     def pin_prefix(self, prompt: Prompt) -> PinnedPrefix:
         """Computes a prompt and keeps its full blocks, a system prompt that must stay, say.

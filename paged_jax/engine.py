@@ -39,9 +39,7 @@ class Engine:
       eos_token_ids: tokens that end an output.
       tokenizer: makes text of tokens; None leaves text empty.
       seed: seeds of requests that bring none are drawn from it and their number.
-      log_stats: log a line of throughput and cache use every ten seconds.
-      swap_alert_tokens_per_second: warn when more is swapped; None for never.
-      watch_prefixes: warn of prompts that are alike but for a few tokens early on.
+      log_stats, swap_alert_tokens_per_second, watch_prefixes: see `EngineConfig`.
     """
 
     def __init__(
@@ -70,7 +68,7 @@ class Engine:
         self.swap_alert = SwapAlert(swap_alert_tokens_per_second)
         self.journal = PrefixJournal(config.block_size)
         self.watch = PrefixWatch(config.block_size) if watch_prefixes else None
-        self.scheduler.blocks.journal = self.journal
+        self.scheduler.blocks.listeners.journal = self.journal
         self._groups: dict[str, SequenceGroup] = {}
         # Outputs of a step that was interrupted when it was through; the next step gives them.
         self._undelivered: list[RequestOutput] = []
@@ -308,12 +306,11 @@ class Engine:
             self._touch(request, touched)  # It is in no result of the scheduler's.
         all_tokens = sampled.token_ids.tolist()
         token_ids: list[Any] = [all_tokens[row] for row in row_of.values()]
-        if step.num_extra_rows:
-            for i, chunk in enumerate(step.chunks):
-                if chunk.draft:
-                    end = row_of[chunk.request.request_id] + 1
-                    first = row_of[chunk.request.request_id] = end - len(chunk.draft) - 1
-                    token_ids[i] = all_tokens[first:end]
+        for i, chunk in enumerate(step.chunks if step.num_extra_rows else ()):
+            if chunk.draft:
+                end = row_of[chunk.request.request_id] + 1
+                first = row_of[chunk.request.request_id] = end - len(chunk.draft) - 1
+                token_ids[i] = all_tokens[first:end]
         for request, token_id, number in self.scheduler.update(step, token_ids):
             if token_id < 0:  # It computed what it wanted, and samples nothing.
                 self._touch(request, touched)

@@ -139,7 +139,7 @@ def snapshot(block_manager: BlockManager, requests: Iterable[Request]) -> PoolSn
         block_manager.pool,
         [(r.block_ids, r.num_computed_tokens) for r in holders],
         size,
-        pinned=block_manager.pinned_blocks.values(),
+        pinned=block_manager.pins.blocks.values(),
     )
     host = None
     if block_manager.host is not None:

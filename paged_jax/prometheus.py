@@ -71,6 +71,8 @@ METRICS: dict[str, MetricSpec] = {
     "evictions": MetricSpec("counter", "Cached blocks of the device that were taken."),
     "host_evictions": MetricSpec("counter", "Cached blocks of the host that were taken."),
     "folded_blocks": MetricSpec("counter", "Full blocks given up for an equal one."),
+    "spec_decode_num_draft_tokens": MetricSpec("counter", "Tokens guessed by speculation."),
+    "spec_decode_num_accepted_tokens": MetricSpec("counter", "Guesses that were right."),
     "time_to_first_token_seconds": MetricSpec("histogram", "Arrival to first token."),
     "inter_token_latency_seconds": MetricSpec("histogram", "From one token to the next."),
     "e2e_request_latency_seconds": MetricSpec("histogram", "Arrival to last token."),

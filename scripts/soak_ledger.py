@@ -117,7 +117,7 @@ class Ledger:
         self._note_swapped_held()
         num_tokens = num_context = num_pairs = 0
         for chunk in step.chunks:
-            request, start, num_new = chunk
+            request, start, num_new, _ = chunk
             record = live[request.request_id]
             if record.computed_tokens != start:
                 self._note_admitted(record, chunk, now)
@@ -139,14 +139,16 @@ class Ledger:
             num_copied_blocks=len(moves.copies),
         )
 
-    def take_results(self, results: Sequence[tuple[Request, int]], now: float) -> list[Request]:
+    def take_results(
+        self, results: Sequence[tuple[Request, int, int]], now: float
+    ) -> list[Request]:
         """Notes a step's sampled tokens, which are there at `now`; the requests that ended."""
         self.totals.tokens_out += len(results)
         for name, record in list(self._sampling.items()):
             if record.request.num_output_tokens:
                 self.first_token_waits.append(now - record.arrival)
                 del self._sampling[name]
-        ended = [request for request, _ in results if request.finish_reason is not None]
+        ended = [request for request, _, _ in results if request.finish_reason is not None]
         for request in ended:
             self.end(request)
         return ended
@@ -229,7 +231,7 @@ class Ledger:
 
     def _note_admitted(self, record: Record, chunk: ScheduledChunk, now: float) -> None:
         """A chunk that does not go on where the last one ended: right for one that joins only."""
-        request, start, num_new = chunk
+        request, start, num_new, _ = chunk
         name, totals = request.request_id, self.totals
         require(
             record.computed_tokens < 0,
@@ -305,8 +307,9 @@ class Ledger:
         moved = totals.blocks_out * block_size
         most = told + totals.num_swaps * (block_size - 1) + stats.host_offload_tokens
         require(moved <= most, f"{moved} tokens moved out, at most {most} to be moved")
-        told, back = stats.swap_in_tokens, totals.swapped_back
-        require(told <= back, f"swap_in_tokens={told}, and {back} came back")
+        # What a held sequence had swapped out comes back as found by the request that goes on.
+        told, back = stats.swap_in_tokens, totals.swapped_back + totals.found
+        require(told <= back, f"swap_in_tokens={told}, and at most {back} came back")
         moved = totals.blocks_in * block_size
         require(told <= moved, f"swap_in_tokens={told}, and {moved} were moved in")
 
@@ -319,7 +322,7 @@ class CacheFollower:
         self._is_gapless = True
         self._scheduler = scheduler
         self._stored: set[bytes] = set()
-        scheduler.blocks.events.subscribe(self._take)
+        scheduler.blocks.listeners.events.subscribe(self._take)
 
     def check(self) -> None:
         """Raises Violation unless the events tell of just the blocks that are cached."""

@@ -154,7 +154,7 @@ class Replica:
         if work.num_tokens != work.num_rows:
             scheduler.costs.observe_prefill(work.num_tokens, seconds)
         noise, mask = self._noise, (1 << _NOISE_BITS) - 1
-        tokens = [noise[(r.seed + len(r.token_ids)) & mask] for r, _, _ in step.chunks]
+        tokens = [noise[(r.seed + len(r.token_ids)) & mask] for r, *_ in step.chunks]
         self.clock += seconds
         self._abort_until(self.clock)  # The step is on its way: its token comes too late.
         for request in ledger.take_results(scheduler.update(step, tokens), self.clock):

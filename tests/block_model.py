@@ -109,7 +109,7 @@ class BlockModel:
         """Counts are those of the tables, used and free are all, and hashes tell the truth."""
         held = Counter(block for table in tables for block in table)
         if blocks is not None:
-            held.update(blocks.pinned_blocks.values())
+            held.update(blocks.pins.blocks.values())
         free = pool.free_queue()
         assert sorted([*held, *free]) == list(range(1, pool.num_blocks)), "used + free is not all"
         assert all(pool.ref_counts[block] == held[block] for block in range(1, pool.num_blocks))

@@ -86,7 +86,7 @@ class BlockMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(config)
         self.model = BlockModel(block_size)
         self.follower = Follower()
-        self.scheduler.blocks.events.subscribe(self.follower)
+        self.scheduler.blocks.listeners.events.subscribe(self.follower)
         self.live: dict[str, Request] = {}
         self.tokens: dict[str, list[int]] = {}
         self.unscored: dict[str, set[int]] = {}
@@ -194,7 +194,7 @@ class BlockMachine(RuleBasedStateMachine):
     @rule()
     def reset_prefix_cache(self):
         in_use = any(r.block_ids or r.host_block_ids for r in self._sequences())
-        in_use = in_use or bool(self.scheduler.blocks.pinned_blocks)
+        in_use = in_use or bool(self.scheduler.blocks.pins.blocks)
         assert self.scheduler.reset_prefix_cache() == (not in_use)
         if not in_use:
             assert len(self.scheduler.blocks.pool.prefix_cache) == 0
@@ -276,10 +276,10 @@ class BlockMachine(RuleBasedStateMachine):
 
     def _step(self, draw: random.Random) -> None:
         scheduler, config = self.scheduler, self.scheduler.config
-        before = holders_of(self._sequences(), scheduler.blocks.pinned_blocks.values())
+        before = holders_of(self._sequences(), scheduler.blocks.pins.blocks.values())
         held = [request for request in scheduler.held.values() if request.block_ids]
         step = scheduler.schedule()
-        after = holders_of(self._sequences(), scheduler.blocks.pinned_blocks.values())
+        after = holders_of(self._sequences(), scheduler.blocks.pins.blocks.values())
         self.reached["steps that compute"] += bool(step.chunks)
         self.reached["a held one gave way"] += sum(not r.block_ids for r in held)
         self.reached["a child forked at once"] += sum(c.num_tokens == 0 for c in step.chunks)

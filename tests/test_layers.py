@@ -15,7 +15,8 @@ LAYERS = [
     "paged_jax.prefix_journal paged_jax.prefix_watch paged_jax.rates paged_jax.block_pool "
     "paged_jax.prompt_lookup",
     "paged_jax.request paged_jax.drafter paged_jax.prefix_pins paged_jax.host_tier "
-    "paged_jax.block_manager paged_jax.preemption paged_jax.waiting paged_jax.scheduled_step paged_jax.scheduler "
+    "paged_jax.cache_listeners paged_jax.block_manager paged_jax.preemption "
+    "paged_jax.waiting paged_jax.scheduled_step paged_jax.scheduler "
     "paged_jax.pool_snapshot paged_jax.pool_picture paged_jax.memory_report",
     "paged_jax.chat paged_jax.tokenizer_gguf paged_jax.tokenizer paged_jax.detokenizer "
     "paged_jax.demo_model paged_jax.prompts paged_jax.beam_search paged_jax.beam_driver",

@@ -44,6 +44,8 @@ def example_metrics() -> dict:
         "evictions": 7,
         "host_evictions": 8,
         "folded_blocks": 9,
+        "spec_decode_num_draft_tokens": 8,
+        "spec_decode_num_accepted_tokens": 7,
         "memory_bytes": {"weights": 2**33, "kv_in_use": 100, "swap": 0, "temporary": 12},
         "time_to_first_token_seconds": latencies(0.001, 0.03, 0.2, 999.0),
         "inter_token_latency_seconds": latencies(),

@@ -267,3 +267,34 @@ def test_scored_tokens_take_rows_as_sequences_take_seats():
     assert run_step(scheduler) == [("a", 6, 4)]
     assert run_step(scheduler) == [("a", 10, 1), ("b", 0, 3)]
     drain(scheduler)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_held_sequence_that_was_swapped_out_comes_back_with_all_that_it_had(caching):
+    scheduler = make_scheduler(
+        num_host_blocks=10, preemption_mode="swap", enable_prefix_caching=caching
+    )
+    first = add(scheduler, "a", list(range(20)), max_tokens=3, hold=True)
+    for _ in range(3):
+        run_step(scheduler)
+    assert first.status is RequestStatus.HELD and first.num_computed_tokens == 22
+    scheduler._give_up_blocks(first)
+    assert first.is_swapped and not first.block_ids
+    add(scheduler, "b", [7] * 5, max_tokens=1)
+    step = scheduler.schedule()  # Its moves take the blocks to the host.
+    assert len(step.moves.swap_out) == 6
+    scheduler.update(step, [60])
+    pool = scheduler.blocks.pool
+    pool.release(pool.take(pool.num_free_blocks))  # The device has cached nothing any more.
+    again = add(
+        scheduler, "c", first.token_ids, max_tokens=2, hold=True, fork_of=first, takes_over=True
+    )
+    step = scheduler.schedule()
+    assert [(c.start, c.num_tokens) for c in step.chunks] == [(22, 1)]
+    assert len(step.moves.swap_in) == 6
+    assert scheduler.blocks.stats.swap_in_tokens == 22
+    scheduler.update(step, [61])
+    scheduler.check_integrity()
+    assert not first.is_swapped and len(again.block_ids) == 6
+    assert scheduler.blocks.host is not None
+    assert scheduler.blocks.host.pool.num_used_blocks == 0

@@ -196,7 +196,7 @@ class SkippingScheduler(Scheduler):
 
     def update(self, step, token_ids):
         results = super().update(step, token_ids)
-        for request, start, num_tokens in step.chunks:
+        for request, start, num_tokens, _ in step.chunks:
             if num_tokens > 200 and start > 200 and request.num_computed_tokens:
                 request.num_computed_tokens += 1
         return results

@@ -142,7 +142,6 @@ def test_a_bad_stop_token_id_is_named_by_its_index():
         ("presence_penalty", 0.5, 0.0),
         ("frequency_penalty", -2.0, 0.0),
         ("repetition_penalty", 1.1, 1.0),
-        ("prompt_logprobs", 0, None),
         ("logit_bias", {3: 1.0}, None),
         ("bad_words", ["no"], None),
         ("allowed_token_ids", [1, 2], None),

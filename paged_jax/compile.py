@@ -36,8 +36,9 @@ def enable_persistent_cache() -> None:
     """Keeps compiled programs on disk for the next process, unless the user set a place already.
 
     Programs for a CPU hold instructions that another CPU may lack, and home folders are shared
-    between machines: so each kind of CPU has a folder of its own.
+    between machines: so each kind of CPU has a folder of its own. Built C++ kernels lie beside.
     """
+    os.environ.setdefault("PAGED_JAX_NATIVE_CACHE", str(cache_folder() / "native"))
     if jax.config.jax_compilation_cache_dir is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "xla" / _cpu_kind()))

@@ -121,8 +121,9 @@ class EngineConfig:
         themselves and few requests run.
       num_speculative_tokens: the most tokens of a guess.
       tensor_parallel_size: devices a model is split over; only 1 so far.
-      attention_implementation: None (the fastest for the device), "xla", "reference", or "tpu": the
-        TPU's kernels, which run on other devices too, interpreted and very slow.
+      attention_implementation: None (the fastest for the device), "cpu" (C++, built where a
+        compiler is found), "xla", "reference", or "tpu": the TPU's kernels, which run on other
+        devices too, interpreted and very slow.
       disable_log_stats: False logs a line of throughput and cache use every ten seconds.
       warmup: compile every step shape before the first request; without it, each when first needed.
     """

@@ -30,6 +30,7 @@ from pallas_kernels import (
     write_and_attend,
     write_kv,
 )
+from pallas_kernels.attention import uses_plan
 
 
 class CacheShape(Protocol):
@@ -165,7 +166,7 @@ def paged_attend(
     where = (batch.kv_lens, batch.block_tables, batch.query_starts, batch.num_seqs)
     is_tpu = uses_tpu_kernels(implementation)
     plan = None
-    if not is_tpu and implementation != "reference":  # All layers share the work list.
+    if uses_plan(implementation):  # All layers share the work list.
         num_rows = batch.token_ids.shape[0]
         plan = plan_attention(
             *where, num_rows=num_rows, block_size=block_size, decode_only=decode_only

@@ -10,11 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention_checks as checks
-from pallas_kernels import attention_reference, attention_tpu, attention_xla
+from pallas_kernels import (
+    attention_cpu,
+    attention_reference,
+    attention_tpu,
+    attention_xla,
+    tpu_runtime,
+)
 from pallas_kernels.attention_plan import AttentionPlan, make_plan
 from pallas_kernels.pool_storage import check_pool, pool_layout
 
-IMPLEMENTATIONS = ("reference", "xla", "tpu")
+IMPLEMENTATIONS = ("reference", "xla", "cpu", "tpu")
 
 
 def ragged_paged_attention(
@@ -70,8 +76,9 @@ def ragged_paged_attention(
         part would count again; they come in once, after the merge.
       decode_only: promises that every sequence has one query row, which spares the program the
         code for prefills. The rows of longer sequences are then undefined.
-      implementation: "tpu" (a Pallas kernel; interpreted where there is no TPU), "xla",
-        "reference", or None for the best that takes these arguments on this backend.
+      implementation: "tpu" (a Pallas kernel; interpreted where there is no TPU), "cpu" (C++, built
+        on first use where a compiler is found), "xla", "reference", or None for the best that
+        takes these arguments on this backend.
       plan: from `plan_attention` on the same batch, to share it between layers; made here if
         None. Only for "xla", which it selects if `implementation` is None. A plan for decodes
         only is itself the promise of decode_only.
@@ -121,6 +128,8 @@ def ragged_paged_attention(
     name = choose_implementation(implementation, plan, q, pool_layer, kv_lens, block_tables)
     if name == "reference":
         return attention_reference.ragged_paged_attention(q, pool_layer, *batch, **options)
+    if name == "cpu":
+        return attention_cpu.ragged_paged_attention(q, pool_layer, *batch, **options)
     if name == "tpu":
         return attention_tpu.ragged_paged_attention(
             q, pool_layer, *batch, **options, decode_only=decode_only
@@ -152,13 +161,38 @@ def choose_implementation(
         raise ValueError(
             f"plan is given, but implementation {implementation!r} takes none; leave it"
         )
-    may_choose_tpu = implementation is None and plan is None and jax.default_backend() == "tpu"
-    if implementation != "tpu" and not may_choose_tpu:
-        return implementation or "xla"
-    reason = attention_tpu.unsupported_reason(q, pool_layer, kv_lens, block_tables)
-    if reason is not None and implementation == "tpu":
-        raise ValueError(f"implementation 'tpu' cannot run this: {reason}; or use 'xla'")
-    return "tpu" if reason is None else "xla"
+    if implementation is not None and implementation not in ("tpu", "cpu"):
+        return implementation
+    wanted = implementation or _kernel_of_backend()
+    if wanted is None or plan is not None:
+        return "xla"
+    if wanted == "tpu":
+        reason = attention_tpu.unsupported_reason(q, pool_layer, kv_lens, block_tables)
+    else:
+        reason = attention_cpu.unsupported_reason(q, pool_layer)
+    if reason is not None and implementation is not None:
+        raise ValueError(f"implementation {wanted!r} cannot run this: {reason}; or use 'xla'")
+    return wanted if reason is None else "xla"
+
+
+def uses_plan(implementation: str | None) -> bool:
+    """Whether a plan made once a step would save each layer from making its own.
+
+    implementation: as in `ragged_paged_attention`. With None, where the backend's own kernel takes
+    no plan, False even if some layer's arguments turn out to be none for the kernel: giving a plan
+    would choose "xla" for all.
+    """
+    if implementation is not None:
+        return implementation == "xla"
+    kernel = _kernel_of_backend()
+    return kernel is None or (kernel == "cpu" and attention_cpu.missing_reason() is not None)
+
+
+def _kernel_of_backend() -> str | None:
+    """The name of the kernel that is made for what is being traced for; None if there is none."""
+    if tpu_runtime.interpret_mode() is False:  # on a TPU, or compiling for one elsewhere
+        return "tpu" if jax.default_backend() == "tpu" else None
+    return "cpu" if jax.default_backend() == "cpu" else None
 
 
 def plan_attention(

@@ -13,6 +13,7 @@ _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 _IMPLEMENTATIONS = {
     "reference": kv_write_reference.write_kv,
     "tpu": kv_write_tpu.write_kv,
+    "cpu": kv_write_xla.write_kv,  # next to attention's C++ kernel; one scatter is fast enough
     "xla": kv_write_xla.write_kv,
 }
 
@@ -47,8 +48,8 @@ def write_kv(
       k_scale, v_scale: float[Hkv], for floats on their way into an int8 or float8 pool: what is
         stored is the float divided by its head's scale, to the nearest even for int8, clipped to
         +-127 or to the finite range of the float8 type.
-      implementation: "xla", "reference", "tpu" (interpreted where there is none), or None for the
-        best on this backend.
+      implementation: "xla", "reference", "tpu" (interpreted where there is none), "cpu" (which is
+        "xla"), or None for the best on this backend.
 
     Returns:
       The pool, same shape and dtype.

@@ -1,7 +1,7 @@
 """Times paged attention with its KV write as a model's step runs them, one unrolled layer after
 another over donated pools.
 
-    python scripts/bench_attention.py --implementations xla,naive --repeats 15
+    python scripts/bench_attention.py --implementations cpu,xla,naive --repeats 15
 
 `naive` gathers every table padded to the longest and attends densely; it serves decodes only.
 Prints a table and, as the last line, one JSON object.
@@ -23,7 +23,9 @@ from absl import app, flags
 
 from pallas_kernels import plan_attention, ragged_paged_attention, write_kv
 
-IMPLEMENTATIONS = flags.DEFINE_list("implementations", ["xla", "naive"], "xla, reference, naive")
+IMPLEMENTATIONS = flags.DEFINE_list(
+    "implementations", ["cpu", "xla", "naive"], "cpu, xla, reference, naive"
+)
 CASES = flags.DEFINE_list("cases", [], "Cases to run, by name; all of them if empty.")
 HEADS = flags.DEFINE_list("heads", ["9", "3", "64"], "Query heads, KV heads, head_dim.")
 NUM_LAYERS = flags.DEFINE_integer("num_layers", 30, "Layers a step.", lower_bound=1)
@@ -52,6 +54,7 @@ ALL_CASES = {
     "decode_1x192": Case(lengths=[(1, 192)]),
     "decode_1x2000": Case(lengths=[(1, 2000)]),
     "decode_3x192_in_32x8192": Case(lengths=[(1, 192)] * 3, max_seqs=32, max_kv_tokens=8192),
+    "prefill_1x512": Case(lengths=[(512, 512)]),
     "prefill_4x128": Case(lengths=[(128, 128)] * 4),
     "prefill_512_after_1500": Case(lengths=[(512, 2012)]),
     "mixed_31_decodes_256_chunk": Case(lengths=[(1, 192)] * 31 + [(256, 256)]),

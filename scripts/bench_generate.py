@@ -27,7 +27,9 @@ PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "Tokens a prompt.", lower_b
 OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "Tokens an output.", lower_bound=1)
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 32, "Most sequences in a step.", lower_bound=1)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and cache.")
-QUANTIZATION = flags.DEFINE_string("quantization", None, "Of weights; none is supported yet.")
+QUANTIZATION = flags.DEFINE_enum(
+    "quantization", None, ["int8", "int8_weight_only"], "Of the weights."
+)
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Measured rounds; medians are reported.", lower_bound=1)
 
 

@@ -1,0 +1,83 @@
+"""How well a model predicts texts, and what quantisation costs: mean negative log-likelihood.
+
+    python scripts/eval_nll.py --input=gsm8k_test.jsonl --quantization=int8 --num_texts=100
+
+Scores every token of each text but the first by `prompt_logprobs`, with the float32 model too, and
+compares. Rows of the input are JSON objects; the texts are their fields (question and answer by
+default), joined by a newline. The last line is one JSON object: mean NLL in nats a token of both,
+their relative difference, and how often both find the same token the likeliest.
+"""
+
+import json
+import logging
+import pathlib
+
+from absl import app, flags
+
+from paged_jax import LLM, SamplingParams, demo_model_path
+
+MODEL = flags.DEFINE_string("model", "demo", 'A .gguf file, folder or hub id, or "demo".')
+INPUT = flags.DEFINE_string("input", None, "A file of JSON rows.", required=True)
+FIELDS = flags.DEFINE_list("fields", ["question", "answer"], "Fields that make a text.")
+NUM_TEXTS = flags.DEFINE_integer("num_texts", 100, "Rows to take.", lower_bound=1)
+MAX_TOKENS = flags.DEFINE_integer("max_tokens", 400, "Longer texts are cut.", lower_bound=2)
+QUANTIZATION = flags.DEFINE_enum(
+    "quantization", "int8", ["int8", "int8_weight_only"], "What is compared with float32."
+)
+
+
+def read_texts() -> list[str]:
+    """The texts of the input's first rows."""
+    lines = pathlib.Path(INPUT.value).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines if line.strip()][: NUM_TEXTS.value]
+    return ["\n".join(str(row[field]) for field in FIELDS.value) for row in rows]
+
+
+def score(model: str, texts: list[str], quantization: str | None) -> list[tuple[float, int]]:
+    """(log-probability, likeliest token) of every scored token of all texts, in order."""
+    llm = LLM(
+        model,
+        dtype="float32",
+        quantization=quantization,
+        max_model_len=MAX_TOKENS.value + 1,
+        max_num_seqs=128,
+        max_num_batched_tokens=256,
+        warmup=False,
+    )
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is not None
+    prompts = [{"prompt_token_ids": tokenizer.encode(text)[: MAX_TOKENS.value]} for text in texts]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+    scores = []
+    for output in llm.generate(prompts, params):
+        for entry in (output.prompt_logprobs or [])[1:]:
+            assert entry is not None
+            own = next(iter(entry.values()))
+            likeliest = min(entry, key=lambda token_id, entry=entry: entry[token_id].rank)
+            scores.append((own.logprob, likeliest))
+    llm.close()
+    return scores
+
+
+def main(argv: list[str]) -> None:
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    model = str(demo_model_path()) if MODEL.value == "demo" else MODEL.value
+    texts = read_texts()
+    plain, quantized = (score(model, texts, q) for q in (None, QUANTIZATION.value))
+    nll, quantized_nll = (-sum(p for p, _ in s) / len(s) for s in (plain, quantized))
+    same = sum(a == b for (_, a), (_, b) in zip(plain, quantized, strict=True))
+    figures = {
+        "num_texts": len(texts),
+        "num_tokens": len(plain),
+        "nll_float32": nll,
+        f"nll_{QUANTIZATION.value}": quantized_nll,
+        "relative_difference": quantized_nll / nll - 1,
+        "greedy_agreement": same / len(plain),
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.attention_tpu_kernel import attention_kernel
 from pallas_kernels.attention_tpu_math import query_factor
 from pallas_kernels.attention_tpu_prefill import matrix_columns
-from pallas_kernels.attention_tpu_sizes import choose_sizes
+from pallas_kernels.attention_tpu_sizes import choose_sizes, most_tile_tokens
 from pallas_kernels.attention_tpu_spec import (
     LANES,
     LOG2_E,
@@ -114,15 +114,15 @@ class _Call:
 
     def launch(
         self,
-        rows: list[jax.Array],
+        token_arrays: list[jax.Array],
         kv_lens: jax.Array,
         query_starts: jax.Array,
         num_seqs: jax.Array,
     ) -> list[jax.Array]:
-        """The kernel's outputs; `rows` are all that a token brings, its queries first."""
+        """The kernel's outputs."""
         return launch(
             self.spec,
-            rows[0] if len(rows) == 1 else jnp.concatenate(rows, axis=1),
+            token_arrays,
             self.pool_layer,
             kv_lens,
             self.block_tables,
@@ -234,7 +234,7 @@ def arrange_queries(spec: AttentionSpec, q: jax.Array) -> jax.Array:
 
 def launch(
     spec: AttentionSpec,
-    rows: jax.Array,
+    token_arrays: list[jax.Array],
     pool_layer: jax.Array,
     kv_lens: jax.Array,
     block_tables: jax.Array,
@@ -242,9 +242,13 @@ def launch(
     num_seqs: jax.Array,
     sink_arrays: list[jax.Array],
 ) -> list[jax.Array]:
-    """The kernel's outputs, laid out as `attention_kernel` tells."""
+    """The kernel's outputs, laid out, as are `token_arrays`, as `attention_kernel` tells.
+
+    Args:
+      token_arrays: all that a token brings: its queries, and the outputs to continue from.
+    """
     num_out_rows = spec.heads.num_out_rows
-    num_tokens = rows.shape[0 if spec.decode_only else 1]
+    num_tokens = token_arrays[0].shape[0 if spec.decode_only else 1]
 
     def output(rows_a_token: int) -> jax.ShapeDtypeStruct:
         leading = (num_tokens, rows_a_token) if spec.decode_only else (rows_a_token, num_tokens)
@@ -262,7 +266,8 @@ def launch(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(1,),
-            in_specs=[any_memory] * 3 + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(sink_arrays),
+            in_specs=[any_memory] * (len(token_arrays) + 2)
+            + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(sink_arrays),
             out_specs=[any_memory] * len(out_shapes),
         ),
         out_shape=out_shapes,
@@ -271,7 +276,15 @@ def launch(
         ),
         input_output_aliases={4: len(out_shapes) - 1} if spec.appends else {},
         interpret=interpret_mode(),
-    )(kv_lens, query_starts, num_seqs.reshape(1), rows, pool_layer, block_tables, *sink_arrays)
+    )(
+        kv_lens,
+        query_starts,
+        num_seqs.reshape(1),
+        *token_arrays,
+        pool_layer,
+        block_tables,
+        *sink_arrays,
+    )
 
 
 def write_and_attend(
@@ -308,17 +321,21 @@ def write_and_attend(
         appends=True,
         sizes=sizes,
     )
-    rows = [call.queries(k_scale), _arrange_tokens(call.spec, k, v)]
+    # Joined, they are made by one operation of XLA, not by two.
+    rows = jnp.concatenate([call.queries(k_scale), _arrange_tokens(call.spec, k, v)], axis=1)
     starts = jnp.arange(kv_lens.shape[0] + 1, dtype=jnp.int32)
-    *outs, pool_layer = call.launch(rows, kv_lens, starts, num_seqs)
+    *outs, pool_layer = call.launch([rows], kv_lens, starts, num_seqs)
     return call.results(outs, v_scale), pool_layer
 
 
-def shared_tile_tokens(q_dtype: DTypeLike, pool_dtype: DTypeLike) -> int:
-    """Sequences whose queries meet a shared prefix at once: rows of a product that cost next to
-    nothing beside the loads of keys and values. Fewer in float32, whose products fill registers.
+def shared_tile_tokens(
+    q: jax.Array | jax.ShapeDtypeStruct, pool_layer: jax.Array | jax.ShapeDtypeStruct
+) -> int:
+    """Sequences whose queries meet a shared prefix at once in `attend_in_cascade`; where it is not
+    at least 2, that gains nothing.
     """
-    return 2 if _compute_dtype(q_dtype, pool_dtype) == jnp.float32 else 8
+    heads = HeadLayout.of(q.shape[1], pool_layout(pool_layer, q.shape[2]))
+    return most_tile_tokens(heads, _compute_dtype(q.dtype, pool_layer.dtype), tpu_generation())
 
 
 def attend_in_cascade(
@@ -334,8 +351,8 @@ def attend_in_cascade(
     v_scale: jax.Array | None,
     return_lse: bool,
 ) -> Any:
-    """Decodes that share prefixes: each prefix is read once for `shared_tile_tokens` of them, and
-    each decode's own tokens continue from its result.
+    """Decodes that share prefixes: each prefix is read once for `shared_tile_tokens` of them, two
+    at least, and each decode's own tokens continue from its result.
 
     Args:
       prefixes, suffixes: (kv_lens, block_tables, query_starts, num_seqs) of the shared prefixes,
@@ -346,7 +363,7 @@ def attend_in_cascade(
         scale=scale, sliding_window=None, soft_cap=soft_cap, causal=False, decode_only=True
     )
     kv_lens, block_tables, *batch = prefixes
-    tile_tokens = shared_tile_tokens(q.dtype, pool_layer.dtype)
+    tile_tokens = shared_tile_tokens(q, pool_layer)
     shared = _Call(
         q, pool_layer, block_tables, None, return_lse=True, tile_tokens=tile_tokens, **static
     )

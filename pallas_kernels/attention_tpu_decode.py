@@ -48,7 +48,7 @@ class DecodeScratch(NamedTuple):
 def decode_phase(
     spec: AttentionSpec,
     work: WorkList,
-    q_hbm,
+    token_arrays,
     pool_hbm,
     tables_hbm,
     sinks,
@@ -67,7 +67,7 @@ def decode_phase(
     lse_shape = (2, spec.tile_tokens, spec.heads.num_out_rows, LANES)
 
     def run(buffers, state, out, lse, num_written, out_written, *append):
-        pipeline = KvPipeline(spec, work, q_hbm, pool_hbm, tables_hbm, Buffers(*buffers))
+        pipeline = KvPipeline(spec, work, token_arrays, pool_hbm, tables_hbm, Buffers(*buffers))
         lse = lse if spec.return_lse else None
         scratch = DecodeScratch(Softmax(*state), out, lse, num_written, out_written)
         outputs = _Outputs(spec, scratch, sinks, out_hbm, lse_hbm)
@@ -97,7 +97,12 @@ def decode_phase(
             @pl.when(is_streaming)
             def _():
                 start_page = functools.partial(pipeline.start_page, pages)
-                compute(tokens=block_tokens, num_pages=pipeline.block_pages, start_page=start_page)
+                compute(
+                    tokens=block_tokens,
+                    is_all_visible=spec.sliding_window is None,
+                    num_pages=pipeline.block_pages,
+                    start_page=start_page,
+                )
 
             @pl.when(jnp.logical_not(is_streaming))
             def _():
@@ -196,21 +201,27 @@ class _Outputs:
         self._wait(number >= 2, slot)
         self.scratch.num_written[slot] = num_tokens
         heads = self.spec.heads
-        for token in range(self.spec.tile_tokens):
+
+        def put_token(token, carry=0):
             if heads.num_units <= 2:
                 for unit in range(heads.num_units):
                     self._put(slot, token, unit)
-            else:  # One after the other, or the compiler would hold all of them in registers.
+                return carry
+            # One after the other, or the compiler would hold all of them in registers.
+            return lax.fori_loop(0, heads.num_units, functools.partial(put_unit, token), carry)
 
-                def put(unit, carry, token=token):
-                    self._put(slot, token, unit)
-                    return carry
+        def put_unit(token, unit, carry):
+            self._put(slot, token, unit)
+            return carry
 
-                lax.fori_loop(0, heads.num_units, put, 0)
+        if self.spec.tile_tokens == 1:
+            put_token(0)
+        else:
+            lax.fori_loop(0, num_tokens, put_token, 0)
         for copy in self._copies(row, num_tokens, slot):
             copy.start()
 
-    def _put(self, slot, token: int, unit) -> None:
+    def _put(self, slot, token, unit) -> None:
         """Puts a unit's outputs of one token into scratch."""
         heads = self.spec.heads
         start = unit * self.spec.rows_per_unit + token * heads.rows_per_unit

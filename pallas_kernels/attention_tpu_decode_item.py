@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.attention_tpu_math import LOWEST, Softmax, cleaned, scores_of, weigh
+from pallas_kernels.attention_tpu_math import (
+    LOWEST,
+    Softmax,
+    cleaned,
+    over_lanes,
+    scores_of,
+    weigh,
+)
 from pallas_kernels.attention_tpu_pipeline import Buffers, Item, divide, modulo
 from pallas_kernels.attention_tpu_spec import SUBLANES, AttentionSpec, register_rows
 
@@ -63,6 +70,7 @@ def compute_item(
     slot: Any,
     *,
     tokens: int,
+    is_all_visible: bool = False,
     num_pages: int = 0,
     start_page: Callable[[Any], None] = lambda page: None,
 ) -> None:
@@ -70,9 +78,10 @@ def compute_item(
 
     Args:
       slot: of the ring, where the block is.
+      is_all_visible: promises that the query sees each of these tokens.
       num_pages, start_page: pages to be started between the products, by number.
     """
-    group = _UnitGroup(spec, state, buffers, item, slot, tokens)
+    group = _UnitGroup(spec, state, buffers, item, slot, tokens, is_all_visible)
     at_once = spec.units_at_once
     num_groups = spec.heads.num_units // at_once
     if num_groups == 1:
@@ -99,7 +108,16 @@ class _UnitGroup:
     work while a maximum is on its way through the lanes.
     """
 
-    def __init__(self, spec: AttentionSpec, state, buffers: Buffers, item: Item, slot, tokens: int):
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        state,
+        buffers: Buffers,
+        item: Item,
+        slot,
+        tokens: int,
+        is_all_visible: bool,
+    ):
         self.spec, self.state, self.buffers, self.slot = spec, state, buffers, slot
         heads, tokens_per_row = spec.heads, spec.pool.tokens_per_row
         self.q_slot = modulo(item.tile_number, buffers.q.shape[0])
@@ -109,6 +127,9 @@ class _UnitGroup:
         self.pieces = [slice(start, start + step) for start in range(0, num_rows, step)]
         row = lax.broadcasted_iota(jnp.int32, (spec.rows_per_unit, 1), 0)
         self.head_in_unit = divide(modulo(row, heads.out_rows_per_unit), heads.padded_group)
+        self.visible = None
+        if is_all_visible:
+            return
         token = lax.broadcasted_iota(jnp.int32, (spec.rows_per_unit, num_rows), 1)
         if tokens_per_row > 1:
             parity = modulo(divide(row, heads.out_rows_per_unit), tokens_per_row)
@@ -165,7 +186,8 @@ class _UnitGroup:
             pieces = [scores_of(self.spec, q, self._stored(head, rows)) for rows in self.pieces]
             return jnp.concatenate(pieces, axis=1)
 
-        return jnp.where(self.visible, self._each_with_its_head(unit, product), LOWEST)
+        scores = self._each_with_its_head(unit, product)
+        return scores if self.visible is None else jnp.where(self.visible, scores, LOWEST)
 
     def _queries(self, unit: Any) -> jax.Array:
         """float32[rows of a unit, width]: token after token of the tile."""
@@ -187,7 +209,7 @@ class _UnitGroup:
         rows, state = self._rows(unit), self.state
         old_largest = state.largest[rows]
         largest = jnp.maximum(old_largest, scores.max(axis=1, keepdims=True))
-        weights = jnp.exp2(scores - largest[:, :1])
+        weights = jnp.exp2(scores - over_lanes(largest, scores.shape[1]))
         factor = jnp.exp2(old_largest - largest)
         state.largest[rows] = largest
         state.total[rows] = factor * state.total[rows] + weights.sum(axis=1, keepdims=True)
@@ -201,4 +223,5 @@ class _UnitGroup:
             return functools.reduce(jnp.add, pieces)
 
         values = self._each_with_its_head(unit, product)
-        state.weighted[rows] = state.weighted[rows] * factor[:, :1] + values
+        factor = over_lanes(factor, self.spec.pool.width)
+        state.weighted[rows] = state.weighted[rows] * factor + values

@@ -39,9 +39,12 @@ def attention_kernel(spec: AttentionSpec, num_tokens: int, *refs) -> None:
         where L is the lane tiles of a row; else they are head-major, [L * num_rows, T, 128] and
         so on, so that a tile of tokens is a matrix for each head. Where decodes append, q has
         L * 2 * Hkv rows more, the token's key and value of each head, laid out as in the pool
-        but filling both halves of a row of two tokens; the last output is the pool.
+        but filling both halves of a row of two tokens; the last output is the pool. Where they
+        continue, the out and lse to continue from stand behind q.
     """
-    kv_lens, query_starts, num_seqs, q, pool, tables, *rest = refs
+    kv_lens, query_starts, num_seqs, *rest = refs
+    token_arrays = [rest.pop(0) for _ in range(3 if spec.continues else 1)]
+    pool, tables, *rest = rest
     sinks = rest.pop(0) if spec.has_sinks else None
     prefill_sinks = rest.pop(0) if spec.has_sinks and not spec.decode_only else None
     written_pool = rest.pop() if spec.appends else None
@@ -79,7 +82,7 @@ def attention_kernel(spec: AttentionSpec, num_tokens: int, *refs) -> None:
                 jnp.minimum(query_len(seq) - number * tile, tile),
             ),
         )
-        decode_phase(spec, work, q, pool, tables, sinks, out, lse, None)
+        decode_phase(spec, work, token_arrays, pool, tables, sinks, out, lse, None)
 
     if spec.tile_tokens > 1:
         pl.run_scoped(with_shared, pltpu.SMEM(kv_lens.shape, jnp.int32))
@@ -87,7 +90,7 @@ def attention_kernel(spec: AttentionSpec, num_tokens: int, *refs) -> None:
         return
     if spec.decode_only:
         work = decodes(count, lambda index: index)
-        decode_phase(spec, work, q, pool, tables, sinks, out, lse, written_pool)
+        decode_phase(spec, work, token_arrays, pool, tables, sinks, out, lse, written_pool)
         _fill(spec, count, num_tokens, out, lse)
         return
 
@@ -114,7 +117,7 @@ def attention_kernel(spec: AttentionSpec, num_tokens: int, *refs) -> None:
             count, kv_lens, query_starts, decode_seqs, prefill_seqs, spec, out, lse
         )
         listed = decodes(num_decodes, lambda index: decode_seqs[index])
-        decode_phase(spec, listed, q, pool, tables, sinks, out, lse, None)
+        decode_phase(spec, listed, token_arrays, pool, tables, sinks, out, lse, None)
         prefills = WorkList(
             count=num_prefills,
             seq_at=lambda index: prefill_seqs[index],
@@ -122,7 +125,9 @@ def attention_kernel(spec: AttentionSpec, num_tokens: int, *refs) -> None:
             tokens=prefill_tokens,
             rows=tile_rows,
         )
-        prefill_phase(spec, prefills, first_position, q, pool, tables, prefill_sinks, out, lse)
+        prefill_phase(
+            spec, prefills, first_position, token_arrays, pool, tables, prefill_sinks, out, lse
+        )
 
     lists = pltpu.SMEM(kv_lens.shape, jnp.int32)
     pl.run_scoped(with_lists, lists, lists)

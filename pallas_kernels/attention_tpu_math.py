@@ -79,6 +79,16 @@ def cleaned(spec: AttentionSpec, v: jax.Array, first: Any, end: Any) -> jax.Arra
     return jnp.where((token >= first) & (token < end), v, jnp.zeros_like(v))
 
 
+def over_lanes(statistic: jax.Array, width: int) -> jax.Array:
+    """[rows, width] of a statistic [rows, 128] that is equal in all lanes.
+
+    The registers stand for themselves, where a broadcast of one lane would take 100 cycles.
+    """
+    if width < LANES:
+        return statistic[:, :width]
+    return jnp.concatenate([statistic] * (width // LANES), axis=1)
+
+
 def finished(
     spec: AttentionSpec, state: Softmax, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
@@ -104,8 +114,9 @@ def finished(
     for parity, part in enumerate(parts):
         factor = jnp.exp2(part.largest - largest)
         total += factor * part.total
-        values = part.weighted * factor[:, :1]
+        values = part.weighted * over_lanes(factor, width)
         # The tokens of a parity have their values in its part of the lanes.
         weighted += pltpu.roll(values, width - parity * head_dim, 1) if parity else values
     lse = jnp.where(total > 0, (largest + jnp.log2(total)) * math.log(2), -jnp.inf)
-    return weighted / jnp.maximum(total[:, :1], jnp.finfo(jnp.float32).tiny), lse
+    total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+    return weighted / over_lanes(total, width), lse

@@ -138,10 +138,12 @@ class Pages(NamedTuple):
 class KvPipeline:
     """The cursors over one work list."""
 
-    def __init__(self, spec: AttentionSpec, work: WorkList, q, pool, tables, buffers: Buffers):
-        """q, pool and tables are refs in HBM."""
+    def __init__(
+        self, spec: AttentionSpec, work: WorkList, token_arrays, pool, tables, buffers: Buffers
+    ):
+        """token_arrays (see `attention_kernel`), pool and tables are refs in HBM."""
         self.spec, self.work, self.buffers = spec, work, buffers
-        self.q, self.pool, self.tables = q, pool, tables
+        self.token_arrays, self.pool, self.tables = token_arrays, pool, tables
         self.num_buffers = buffers.kv.shape[0]
         self.block_tokens = buffers.kv.shape[2] * spec.pool.tokens_per_row
         self.block_pages = self.block_tokens // spec.pool.block_size
@@ -266,7 +268,8 @@ class KvPipeline:
 
         @pl.when(is_first)
         def _():
-            self._q_copy(item).start()
+            for copy in self._q_copies(item):
+                copy.start()
 
         state = State(
             fetch=self._next(cursor, seq, is_last, self.block_tokens),
@@ -340,19 +343,26 @@ class KvPipeline:
             lax.fori_loop(0, groups, group, 0)
         lax.fori_loop(pages.first + groups * _PAGES_AT_ONCE, pages.end, one, 0)
 
-    def _q_copy(self, item: Item):
+    def _q_copies(self, item: Item) -> list[Any]:
+        """All that the tile's tokens bring, array after array."""
         row, num_tokens = self.work.rows(item.seq, item.tile)
         slot = self.q_slot(item)
-        target = self.buffers.q.at[slot]
-        if self.spec.tile_tokens > 1:
-            source = self.q.at[pl.ds(row, num_tokens)]
-            target = target.at[pl.ds(0, num_tokens)]
-        elif self.work.num_tiles is not None:
-            source = self.q.at[:, pl.ds(row, num_tokens), :]
-            target = target.at[:, pl.ds(0, num_tokens), :]
-        else:
-            source, target = token_rows(self.spec, self.q, row), target.at[0]
-        return pltpu.make_async_copy(source, target, self.buffers.q_arrived.at[slot])
+        copies, first = [], 0
+        for array in self.token_arrays:
+            rows = pl.ds(first, array.shape[1 if self.spec.decode_only else 0])
+            target = self.buffers.q.at[slot]
+            if self.spec.tile_tokens > 1:
+                source = array.at[pl.ds(row, num_tokens)]
+                target = target.at[pl.ds(0, num_tokens), rows]
+            elif self.work.num_tiles is not None:
+                source = array.at[:, pl.ds(row, num_tokens), :]
+                target = target.at[rows, pl.ds(0, num_tokens), :]
+            else:
+                source, target = token_rows(self.spec, array, row), target.at[0, rows]
+            arrived = self.buffers.q_arrived.at[slot]
+            copies.append(pltpu.make_async_copy(source, target, arrived))
+            first += rows.size
+        return copies
 
     # --- compute ------------------------------------------------------------------------------
 
@@ -377,7 +387,8 @@ class KvPipeline:
 
         @pl.when(item.is_first)
         def _():
-            self._q_copy(item).wait()
+            for copy in self._q_copies(item):
+                copy.wait()
 
         return item
 

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.attention_tpu_math import LOWEST, cleaned, scores_of, weigh
+from pallas_kernels.attention_tpu_math import LOWEST, scores_of, weigh
 from pallas_kernels.attention_tpu_pipeline import (
     Buffers,
     Item,
@@ -38,10 +38,13 @@ from pallas_kernels.attention_tpu_pipeline import (
     divide,
     modulo,
 )
+from pallas_kernels.attention_tpu_prefill_steps import (
+    PIECE_ROWS,
+    add_in_steps,
+    clean_item,
+    turn_values,
+)
 from pallas_kernels.attention_tpu_spec import LANES, SUBLANES, AttentionSpec
-
-# Rows of K and V that are computed on in one go.
-_PIECE_ROWS = 128
 
 
 class PrefillScratch(NamedTuple):
@@ -67,7 +70,7 @@ def prefill_phase(
     spec: AttentionSpec,
     work: WorkList,
     first_position,
-    q_hbm,
+    token_arrays,
     pool_hbm,
     tables_hbm,
     sinks,
@@ -78,14 +81,14 @@ def prefill_phase(
 
     Args:
       first_position: (sequence, tile) -> position of the tile's first token.
-      q_hbm, out_hbm, lse_hbm: head-major, see `attention_kernel`.
+      token_arrays, out_hbm, lse_hbm: head-major, see `attention_kernel`.
       sinks: VMEM float32[Hkv, 8, out columns], in base 2, or None.
     """
     sizes, pool = spec.sizes, spec.pool
     tile_tokens, chunk_tokens = sizes.prefill_tile_tokens, sizes.prefill_chunk_tokens
 
     def run(buffers, *scratch):
-        pipeline = KvPipeline(spec, work, q_hbm, pool_hbm, tables_hbm, Buffers(*buffers))
+        pipeline = KvPipeline(spec, work, token_arrays, pool_hbm, tables_hbm, Buffers(*buffers))
         tile = _Tile(spec, PrefillScratch(*scratch), pipeline.buffers, sinks)
 
         def one_item(carry: tuple[State, Any]) -> tuple[State, Any]:
@@ -97,7 +100,8 @@ def prefill_phase(
             row, num_tokens = work.rows(item.seq, item.tile)
             num_chunks = divide(num_tokens + chunk_tokens - 1, chunk_tokens)
             pl.when(item.is_first)(lambda: tile.begin(num_chunks))
-            tile.turn_values(item, slot)
+            clean_item(spec, pipeline.buffers, item, slot)
+            turn_values(spec, pipeline.buffers, tile.scratch.values, slot)
             tile.add_block(item, slot, first_position(item.seq, item.tile), num_chunks)
 
             @pl.when(item.is_last)
@@ -156,7 +160,7 @@ class _Tile:
         self.chunk_tokens = spec.sizes.prefill_chunk_tokens
         self.block_tokens = spec.sizes.prefill_block_tokens
         self.columns = matrix_columns(spec)
-        self.piece_tokens = _PIECE_ROWS * spec.pool.tokens_per_row
+        self.piece_tokens = PIECE_ROWS * spec.pool.tokens_per_row
 
     def _split(self, matrix) -> tuple[Any, Any]:
         chunk = divide(matrix, self.num_kv_heads)
@@ -173,29 +177,6 @@ class _Tile:
             return carry
 
         lax.fori_loop(0, num_chunks * self.num_kv_heads, empty, 0)
-
-    def turn_values(self, item: Item, slot) -> None:
-        """Turns the block's values, once for all chunks, without the garbage past the end."""
-        first_token = item.first_page * self.spec.pool.block_size
-
-        def turn(head, carry):
-            values = self.buffers.kv[slot, self.num_kv_heads + head]
-            if self.spec.needs_clean_values:
-                values = cleaned(self.spec, values, first_token, item.visible_end)
-            self.scratch.values[head] = values.astype(self.spec.compute_dtype).T
-            return carry
-
-        lax.fori_loop(0, self.num_kv_heads, turn, 0)
-
-        def clean(head, carry):
-            keys = cleaned(self.spec, self.buffers.kv[slot, head], first_token, item.visible_end)
-            self.buffers.kv[slot, head] = keys.astype(self.buffers.kv.dtype)
-            return carry
-
-        if self.spec.needs_clean_keys:
-            is_full = (item.first_page == 0) & (item.visible_end >= self.block_tokens)
-            num_heads = jnp.where(is_full, 0, self.num_kv_heads)
-            lax.fori_loop(0, num_heads, clean, 0)
 
     def add_block(self, item: Item, slot, position, num_chunks) -> None:
         """Adds the item's block to the running softmax of the chunks that see it.
@@ -238,14 +219,39 @@ class _Tile:
 
             def add_piece(piece, carry):
                 start = piece * self.piece_tokens
-                visible = self._visible(item.visible_end - start, first_position - start)
-                first_row = pl.multiple_of(piece * _PIECE_ROWS, _PIECE_ROWS)
+                visible = self._visible(
+                    item.visible_end - start, first_position - start, PIECE_ROWS
+                )
+                first_row = pl.multiple_of(piece * PIECE_ROWS, PIECE_ROWS)
                 self._add(q_slot, slot, step * heads_at_once, first_row, 1, visible)
                 return carry
 
             last = divide(end + self.piece_tokens - 1, self.piece_tokens)
             return lax.fori_loop(divide(first, self.piece_tokens), last, add_piece, carry)
 
+        def add_stepped(matrix, carry):
+            chunk, head = self._split(matrix)
+            first_position = position + chunk * self.chunk_tokens - item.first_token
+
+            def visible(row, num_rows):
+                start = row * self.spec.pool.tokens_per_row
+                return self._visible(item.visible_end - start, first_position - start, num_rows)
+
+            add_in_steps(
+                self.spec,
+                self.scratch,
+                self.buffers.kv.at[slot, head],
+                self.scratch.values.at[head],
+                matrix,
+                *self._seen(item, first_position),
+                queries=lambda: self._queries(q_slot, matrix),
+                visible=visible,
+            )
+            return carry
+
+        if self.spec.sizes.prefill_step_rows:
+            lax.fori_loop(first_chunk * steps, end_chunk * steps, add_stepped, 0)
+            return
         lax.fori_loop(first_chunk * steps, whole_chunk * steps, add_parts, 0)
         lax.fori_loop(whole_chunk * steps, end_chunk * steps, add_whole, 0)
 
@@ -258,10 +264,10 @@ class _Tile:
             first = jnp.maximum(first_position - self.spec.sliding_window + 1, 0)
         return first, end
 
-    def _visible(self, visible_end, first_position) -> jax.Array:
-        """bool[_PIECE_ROWS, columns]; the arguments count from the piece's start."""
+    def _visible(self, visible_end, first_position, num_rows: int) -> jax.Array:
+        """bool[num_rows, columns]; the arguments count from the first row's first token."""
         tokens_per_row = self.spec.pool.tokens_per_row
-        shape = (_PIECE_ROWS, self.columns)
+        shape = (num_rows, self.columns)
         token = lax.broadcasted_iota(jnp.int32, shape, 0)
         column = lax.broadcasted_iota(jnp.int32, (1, self.columns), 1)
         if tokens_per_row > 1:
@@ -304,10 +310,10 @@ class _Tile:
           visible: which scores of the only piece count; None for all.
         """
         scratch = self.scratch
-        scores_of_piece = [pl.ds(piece * _PIECE_ROWS, _PIECE_ROWS) for piece in range(num_pieces)]
-        rows_of_piece = [pl.ds(first_row + rows.start, _PIECE_ROWS) for rows in scores_of_piece]
+        scores_of_piece = [pl.ds(piece * PIECE_ROWS, PIECE_ROWS) for piece in range(num_pieces)]
+        rows_of_piece = [pl.ds(first_row + rows.start, PIECE_ROWS) for rows in scores_of_piece]
         if not isinstance(first_row, int):
-            rows_of_piece = [pl.ds(first_row, _PIECE_ROWS)]
+            rows_of_piece = [pl.ds(first_row, PIECE_ROWS)]
 
         def put_scores(place: int) -> jax.Array:
             """Puts a matrix's scores into scratch and returns their maxima, [1, columns]."""

@@ -49,6 +49,7 @@ _PREFILL_COLUMNS = 128
 _MAX_PREFILL_TILE_TOKENS = 128
 _PREFILL_ROWS = 256
 _MAX_HEADS_AT_ONCE = 8
+_PREFILL_STEP_ROWS = 32
 
 
 def choose_sizes(
@@ -110,10 +111,25 @@ def choose_sizes(
         decode_piece_rows=code.piece_rows,
         decode_interleaves=generation not in _HOLDING_GENERATIONS,
         decode_buffers=buffers,
-        **_prefill_sizes(heads, pool, token_bytes, compute_dtype, budget, return_lse, generation),
+        **_prefill_sizes(
+            heads, pool, token_bytes, pool_dtype, compute_dtype, budget, return_lse, generation
+        ),
     )
     sizes |= tuned_sizes().get(key, {})
     return AttentionSizes(**sizes, vmem_limit_bytes=budget + _VMEM_MARGIN_BYTES)
+
+
+def most_tile_tokens(heads: HeadLayout, compute_dtype: DTypeLike, generation: str | None) -> int:
+    """Query tokens that a decode item may have: 8 at most, 0 where not even one fits.
+
+    Rows of a product cost next to nothing beside the loads of keys and values, but more of them
+    than this make the compiler spill more than 64 KiB of registers.
+    """
+    is_float32 = compute_dtype == jnp.float32
+    if is_float32 and generation == "v4":
+        return 1
+    most_tokens, most_rows = (2, 32) if is_float32 or generation == "v4" else (8, 64)
+    return min(most_tokens, most_rows // heads.rows_per_unit)
 
 
 class _DecodeCode(NamedTuple):
@@ -135,8 +151,11 @@ def _decode_code(
 ) -> _DecodeCode:
     is_wide = pool.width > LANES
     if compute_dtype == jnp.float32:
-        return _DecodeCode(128 if is_wide or generation == "v4" else 256, True, 64)
+        is_small = is_wide or tile_tokens > 1 or generation == "v4"
+        return _DecodeCode(128 if is_small else 256, True, 64)
     is_converted = pool_dtype != compute_dtype
+    if tile_tokens > 1 and generation == "v4":
+        return _DecodeCode(128, True, 64)
     if tile_tokens > 1:
         return _DecodeCode(256 if is_converted or is_wide else 512, True, 128)
     if generation in ("v4", None):
@@ -151,14 +170,18 @@ def _prefill_sizes(
     heads: HeadLayout,
     pool: PoolLayout,
     token_bytes: int,
+    pool_dtype: DTypeLike,
     compute_dtype: DTypeLike,
     budget: int,
     return_lse: bool,
     generation: str | None,
 ) -> dict[str, int]:
     columns_a_token = heads.tokens_per_row * heads.padded_group
-    # Float32 products take three times the registers.
-    columns = _PREFILL_COLUMNS // (2 if compute_dtype == jnp.float32 else 1)
+    # Where straight-line code would make the compiler spill more than 64 KiB of registers.
+    is_stepped = compute_dtype == jnp.float32 or generation in ("v4", None)
+    # Float32 products take three times the registers, and v4 has fewer for wide rows.
+    is_narrow = compute_dtype == jnp.float32 or (is_stepped and pool.width > LANES)
+    columns = _PREFILL_COLUMNS // (2 if is_narrow else 1)
     chunk = max(SUBLANES, 1 << int(math.log2(max(1, columns // columns_a_token))))
     block = max(_PREFILL_ROWS * pool.tokens_per_row, pool.block_size)
     tile = max(chunk, _MAX_PREFILL_TILE_TOKENS)
@@ -174,14 +197,17 @@ def _prefill_sizes(
             "split the heads over more devices"
         )
     chunk = min(chunk, tile)
-    # More make the compiler spill more than 64 KiB of registers.
-    is_plain = heads.tokens_per_row == 1 and compute_dtype == jnp.bfloat16 and generation != "v4"
-    limit = _MAX_HEADS_AT_ONCE if is_plain and generation else 1
+    # More heads spill as much; so do converted ones where copies between products do.
+    is_float8 = pool_dtype != compute_dtype and jnp.issubdtype(pool_dtype, jnp.floating)
+    is_single = heads.tokens_per_row > 1 or is_stepped
+    is_single |= is_float8 and generation in _HOLDING_GENERATIONS
+    limit = 1 if is_single else _MAX_HEADS_AT_ONCE
     at_once = max(n for n in range(1, limit + 1) if pool.num_kv_heads % n == 0)
     return dict(
         prefill_tile_tokens=tile,
         prefill_chunk_tokens=chunk,
         prefill_heads_at_once=at_once,
+        prefill_step_rows=_PREFILL_STEP_ROWS if is_stepped else 0,
         prefill_block_tokens=block,
         prefill_buffers=_PREFILL_BUFFERS,
     )

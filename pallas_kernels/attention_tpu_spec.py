@@ -31,11 +31,13 @@ class AttentionSizes:
     decode_interleaves: bool
     # Buffers of the KV ring of decodes: one is computed on, the others are in flight
     decode_buffers: int
-    # Query tokens of a prefill tile and of a chunk of it, KV heads computed on together,
-    # KV tokens of an item, buffers of its ring
+    # Query tokens of a prefill tile and of a chunk of it, KV heads computed on together
     prefill_tile_tokens: int
     prefill_chunk_tokens: int
     prefill_heads_at_once: int
+    # Rows of K in a step of a loop over the block, one head at a time; 0 for straight-line code
+    prefill_step_rows: int
+    # KV tokens of a prefill item, buffers of its ring
     prefill_block_tokens: int
     prefill_buffers: int
     vmem_limit_bytes: int

@@ -256,8 +256,11 @@ def cascade_attention(
 
     Equal to the rounding of float32 for queries of float32. For queries of 16 bits, each of the
     two partial results is rounded to 16 bits before they are merged in float32, but for decodes
-    on a TPU, whose partial results stay float32. There is no
-    sliding window: layers with one see little of a prefix and are better served by a flat call.
+    on a TPU, whose partial results stay float32 where its kernel takes a prefix for several of
+    them at once (not in float32 on a v4, nor with dozens of query heads a KV head).
+
+    There is no sliding window: layers with one see little of a prefix and are better served by a
+    flat call.
 
     Args:
       q: [T, Hq, D], pool_layer, query_starts: int32[S + 1], num_seqs, scale, soft_cap, sinks,
@@ -292,7 +295,7 @@ def cascade_attention(
     )
     suffixes = (cascade.suffix_kv_lens, cascade.suffix_tables)
     name = choose_implementation(implementation, None, q, pool_layer, *suffixes)
-    if name == "tpu" and decode_only:
+    if name == "tpu" and decode_only and attention_tpu.shared_tile_tokens(q, pool_layer) > 1:
         return attention_tpu.attend_in_cascade(
             q,
             pool_layer,

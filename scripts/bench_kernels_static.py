@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -272,9 +273,9 @@ def all_cases() -> list[Case]:
             cases.append(decode_case(Q32_D128, _pool(page, dtype), (4, 8), f"_{name}"))
         cases.append(ragged_case(Q32_D128, pool))
         cases.append(ragged_case(Q4_D128, pool))
-    for num_seqs in (4, 16):
-        cases.append(shared_case(_pool(16), num_seqs, cascaded=False))
-        cases.append(shared_case(_pool(16), num_seqs, cascaded=True))
+    for page, num_seqs in itertools.product((16, 128), (4, 16)):
+        for cascaded in (False, True):
+            cases.append(shared_case(_pool(page), num_seqs, cascaded=cascaded))
     for tokens in (512, 2048):
         cases.append(prefill_case(Q32_D128, _pool(16), tokens))
     for shape in kp.LATENT_MODELS:

@@ -311,19 +311,16 @@ class BlockManager:
 
         Blocks that the host holds are negative, as in `find_cached`.
         """
-        parent = request.fork_of
-        own = request.host_block_ids
+        parent, own = request.fork_of, request.host_block_ids
         if own:
-            plan = self._plan_swap_in(own, request.num_computed_tokens)
-            is_fork = False
+            plan, is_fork = self._plan_swap_in(own, request.num_computed_tokens), False
         elif parent is not None and parent.is_swapped and request.takes_over:
             num_shared = min(parent.num_computed_tokens, request.max_shared_tokens)
             table = parent.host_block_ids[: self.num_blocks_for(num_shared)]
             request.extend_hashes(num_shared // self.block_size, self.block_size)
-            plan = self._plan_swap_in(table, num_shared)
-            is_fork = True
+            plan, is_fork = self._plan_swap_in(table, num_shared), True
         else:
-            *plan, is_fork = self._plan_shared(request)
+            plan, is_fork = self._plan_shared(request)
         if plan is None:
             return None
         shared, num_computed = plan
@@ -352,21 +349,21 @@ class BlockManager:
         shared = [-h if d is None else d for h, d in zip(host_table, known, strict=True)]
         return shared, num_computed
 
-    def _plan_shared(self, request: Request) -> tuple[list[int], int, bool]:
+    def _plan_shared(self, request: Request) -> tuple[tuple[list[int], int], bool]:
         """The longest of a cached prefix and what a parent has computed, and which it is."""
         shared = self.find_cached(request)
         num_computed = len(shared) * self.block_size
         parent = request.fork_of
         if parent is None or not parent.block_ids:
-            return shared, num_computed, False
+            return (shared, num_computed), False
         num_shared = min(parent.num_computed_tokens, request.max_shared_tokens)
         num_full = num_shared // self.block_size
         part = parent.block_ids[num_full : num_full + 1]
         if part and self._filling.get(part[0], parent) is not parent:  # Not yet to be copied.
             num_shared = num_full * self.block_size
         if num_shared <= num_computed:
-            return shared, num_computed, False
-        return list(parent.block_ids[: self.num_blocks_for(num_shared)]), num_shared, True
+            return (shared, num_computed), False
+        return (list(parent.block_ids[: self.num_blocks_for(num_shared)]), num_shared), True
 
     def _num_new_blocks(self, request: Request, shared: Sequence[int]) -> int:
         on_host = sum(1 for block_id in shared if block_id < 0)

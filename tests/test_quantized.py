@@ -14,6 +14,7 @@ from paged_jax.models.layers import linear, vocab_parallel_embedding
 from paged_jax.models.params import abstract_params, check_params, load_params
 from paged_jax.models.quantized import (
     QUANTIZATIONS,
+    Quantization,
     QuantizedMatrix,
     quantize_matrix,
     quantize_rows,
@@ -88,7 +89,7 @@ def test_rows_of_a_table_come_back_in_the_models_dtype():
 def test_a_row_that_is_no_numbers_stays_none_and_touches_no_other(bad):
     x, weight = random(4, 32), random(8, 32)
     x[2, 5] = bad
-    out = np.asarray(linear(x, quantize_matrix(weight, "int8", "float32")))
+    out = np.asarray(linear(jnp.asarray(x), quantize_matrix(weight, "int8", "float32")))
     assert np.isnan(out[2]).all() and np.isfinite(out[[0, 1, 3]]).all()
 
 
@@ -110,7 +111,7 @@ def test_loading_quantises_matrices_and_leaves_norms(mode):
         check_params(params, specs, "float32")
 
 
-def quantized_model(mode: str) -> Any:
+def quantized_model(mode: Quantization) -> Any:
     """The tiny model with its matrices in int8."""
     model = tiny_model()
     params = jax.tree.map(

@@ -43,7 +43,8 @@ def test_the_functional_core_under_the_readers_own_jit(demo_model_path, monkeypa
     assert len(names["sources"]) == 1, "the fork shares a partly filled block"
     start = pj.SamplingParams(temperature=0, max_tokens=1, logprobs=2)
     (output,) = llm.generate([{"prompt_token_ids": prompts[0]}], start)
-    assert [*output.outputs[0].logprobs[0]] == [ours[0][0], second_best]
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None and [*logprobs[0]] == [ours[0][0], second_best]
 
 
 def test_forks_searches_and_scores(demo_model_path, capsys):

@@ -45,7 +45,7 @@ HBM_GIB = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 95}
 MAX_SPILL_BYTES = 64 * 1024
 # Temporaries of a kernel call: transposed copies of what goes in and out, never of the pool.
 MAX_TEMPORARIES_PER_OPERAND = 4
-MIN_TEMPORARY_BYTES = 16 * 2**20
+MIN_TEMPORARY_BYTES = 20 * 2**20
 
 
 def topology_name(name: str) -> str:

@@ -401,15 +401,14 @@ class Engine:
     def _count(
         self, step: ScheduledStep, started: float, dispatched: float, received: float
     ) -> None:
-        is_decode = step.num_tokens == len(step.chunks)
-        times: StepTimes = self.metrics.steps["decode" if is_decode else "prefill"]
+        times: StepTimes = self.metrics.steps["decode" if step.is_decode else "prefill"]
         ended = time.perf_counter()
         times.num_steps += 1
         times.num_tokens += step.num_tokens
         times.schedule_seconds += dispatched - started
         times.device_seconds += received - dispatched
         times.process_seconds += ended - received
-        if not is_decode:
+        if not step.is_decode:
             self.scheduler.costs.observe_prefill(step.num_tokens, received - dispatched)
         mover = self.runner.mover
         if mover.transfer_bytes > self._swapped[0]:

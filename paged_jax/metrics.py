@@ -74,8 +74,8 @@ class StepTimes:
 class Metrics:
     """What the engine counts as it goes.
 
-    A step is of the kind "decode" if it computes one token of each of its sequences, and of the
-    kind "prefill" otherwise; `steps[kind]` has the times of each.
+    A step is of the kind "decode" if it computes one token of each of its sequences, besides
+    guesses, and of the kind "prefill" otherwise; `steps[kind]` has the times of each.
     """
 
     def __init__(self):

@@ -68,6 +68,13 @@ class ScheduledStep:
     def admitted(self) -> tuple[ScheduledChunk, ...]:
         return self.chunks[len(self.chunks) - self.num_admitted :]
 
+    @property
+    def is_decode(self) -> bool:
+        """Whether each chunk is of one token, or none, besides what it guesses."""
+        return self.num_tokens == len(self.chunks) or all(
+            chunk.num_tokens - len(chunk.draft) <= 1 for chunk in self.chunks
+        )
+
     def last_rows(self) -> Sequence[int]:
         """Where each chunk's rows of logits end: the row of its last token."""
         if not self.num_extra_rows:

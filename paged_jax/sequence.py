@@ -65,7 +65,7 @@ class SequenceState:
         return request.finish_reason == "stop" and self.num_tokens == request.num_output_tokens
 
     def drop_rest(self) -> None:
-        """Takes the request's tokens back that were not taken in here: a stop string came first."""
+        """Takes the request's tokens back that were not taken in here."""
         request = self.request
         del request.token_ids[request.num_prompt_tokens + self.num_tokens :]
         request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -95,9 +95,8 @@ class SequenceState:
 
     def rewind(self) -> None:
         """Takes back the tokens that were not taken in here; they will be sampled again, alike."""
-        request = self.request
-        del request.token_ids[request.num_prompt_tokens + self.num_tokens :]
-        request.finish_reason = request.stop_reason = None
+        self.drop_rest()
+        self.request.finish_reason = self.request.stop_reason = None
 
     def output(self) -> CompletionOutput:
         request = self.request

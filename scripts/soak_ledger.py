@@ -38,6 +38,7 @@ class Record:
       computed_tokens: while it runs; -1 while it does not.
       swapped_tokens: what of it is on the host, to come back; 0 if nothing is.
       is_alone: whether it was added as no fork of another.
+      goes_on_from: the id of the held sequence that it takes over; "" for none.
     """
 
     request: Request
@@ -46,6 +47,7 @@ class Record:
     swapped_tokens: int = 0
     was_admitted: bool = False
     is_alone: bool = True
+    goes_on_from: str = ""
 
 
 @dataclasses.dataclass
@@ -103,7 +105,13 @@ class Ledger:
 
     def add(self, request: Request, now: float) -> None:
         """Notes a request that was added, or a child of one."""
-        self.live[request.request_id] = Record(request, now, is_alone=request.fork_of is None)
+        parent = request.fork_of
+        self.live[request.request_id] = Record(
+            request,
+            now,
+            is_alone=parent is None,
+            goes_on_from=parent.request_id if parent is not None and request.takes_over else "",
+        )
         self.totals.num_requests += 1
         self.totals.tokens_in += request.num_prompt_tokens
 
@@ -246,6 +254,8 @@ class Ledger:
             record.swapped_tokens = 0
             return
         totals.found += start
+        if record.goes_on_from in self._swapped_held and not record.was_admitted:
+            totals.swapped_back += start
         if record.was_admitted:
             return
         record.was_admitted = True
@@ -307,9 +317,8 @@ class Ledger:
         moved = totals.blocks_out * block_size
         most = told + totals.num_swaps * (block_size - 1) + stats.host_offload_tokens
         require(moved <= most, f"{moved} tokens moved out, at most {most} to be moved")
-        # What a held sequence had swapped out comes back as found by the request that goes on.
-        told, back = stats.swap_in_tokens, totals.swapped_back + totals.found
-        require(told <= back, f"swap_in_tokens={told}, and at most {back} came back")
+        told, back = stats.swap_in_tokens, totals.swapped_back
+        require(told <= back, f"swap_in_tokens={told}, and {back} came back")
         moved = totals.blocks_in * block_size
         require(told <= moved, f"swap_in_tokens={told}, and {moved} were moved in")
 

@@ -122,6 +122,8 @@ def test_accepted_guesses_save_steps(model):
     num_drafted, num_accepted = counts(llm)
     num_steps = sum(times.num_steps for times in llm.engine.metrics.steps.values())
     assert num_steps == 60 - num_accepted
+    # A decode that guesses is no prefill, whose speed is measured.
+    assert llm.engine.metrics.steps["prefill"].num_steps == 1
     assert num_accepted > 30 and num_accepted > 0.8 * num_drafted
     check_idle(llm)
 

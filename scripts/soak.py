@@ -11,11 +11,12 @@ What is real: `Scheduler` and `BlockManager`, one for each device. Every step of
 through `schedule` and `update`; none is skipped, shortened or replayed. Prompts are random tokens,
 hashed and shared as the engine does.
 
-What is simulated: the device. A step takes the seconds of a roofline (`device_model.py`), sampled
-tokens are random ones, swaps and copies cost time and move nothing. Clients are simulated as well
-(`soak_traffic.py`): by day a wave every hour that asks for all 1,120 seats at once, a trickle
-of single requests at all hours, and nothing in between: the clock then jumps to the next arrival.
-So this is no node that is full for 48 hours, but one that is filled and emptied 30 times. Among the
+What is simulated: the device. A step takes the seconds of a roofline
+(`paged_jax.simulate.device_model`), sampled tokens are random ones, swaps and copies cost time and
+move nothing. Clients are simulated as well (`soak_traffic.py`): by day a wave every hour that asks
+for all 1,120 seats at once, a trickle of single requests at all hours, and nothing in between: the
+clock then jumps to the next arrival. So this is no node that is full for 48 hours, but one that is
+filled and emptied 30 times. Among the
 requests are samples of four, shared system prompts, conversations that hold their blocks between
 turns, requests sent twice, three priorities, and clients that go away, also while a step runs.
 
@@ -44,12 +45,12 @@ from typing import Any
 
 import numpy as np
 from absl import app, flags
-from device_model import DeviceModel
 from soak_ledger import Violation, count_requests, require
 from soak_replica import Replica
 from soak_traffic import Traffic, TrafficOptions
 
 from paged_jax.config import PREEMPTION_MODES, SCHEDULING_POLICIES, SchedulerConfig
+from paged_jax.simulate.device_model import DeviceModel
 
 HOURS = flags.DEFINE_float("hours", 48.0, "Simulated hours of arrivals.", lower_bound=0.0)
 DEVICES = flags.DEFINE_integer("devices", 8, "Devices, a replica each.", lower_bound=1)

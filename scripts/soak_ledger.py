@@ -12,12 +12,11 @@ import gc
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from device_model import StepWork
-
 from paged_jax.kv_events import BlockRemoved, BlockStored, CacheCleared, KVEvent
 from paged_jax.request import Request
 from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
 from paged_jax.scheduler import Scheduler
+from paged_jax.simulate.device_model import StepWork
 
 
 class Violation(Exception):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from device_model import DeviceModel
 from soak_ledger import CacheFollower, Ledger
 from soak_traffic import Arrival
 
@@ -19,6 +18,7 @@ from paged_jax.rates import RateMeter
 from paged_jax.request import Request, RequestStatus
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduler import Scheduler
+from paged_jax.simulate.device_model import DeviceModel
 
 EOS = 128_001
 _NOISE_BITS = 20

@@ -10,20 +10,24 @@ ROOT = pathlib.Path(__file__).parent.parent
 # A module may import modules of earlier lines and of its own line; see docs/design.md.
 LAYERS = [
     "pallas_kernels",
-    "paged_jax.log paged_jax.paths paged_jax.interrupts paged_jax.sampling_params paged_jax.config",
+    "paged_jax.log paged_jax.paths paged_jax.process_memory paged_jax.interrupts "
+    "paged_jax.sampling_params paged_jax.config",
     "paged_jax.block_moves paged_jax.block_stats paged_jax.prefix_cache paged_jax.kv_events "
     "paged_jax.prefix_journal paged_jax.prefix_watch paged_jax.rates paged_jax.block_pool "
     "paged_jax.prompt_lookup",
     "paged_jax.request paged_jax.drafter paged_jax.prefix_pins paged_jax.host_tier "
     "paged_jax.cache_listeners paged_jax.block_manager paged_jax.preemption "
-    "paged_jax.waiting paged_jax.scheduled_step paged_jax.scheduler "
+    "paged_jax.waiting paged_jax.scheduled_step paged_jax.lookahead paged_jax.scheduler "
     "paged_jax.pool_snapshot paged_jax.pool_picture paged_jax.memory_report",
     "paged_jax.chat paged_jax.tokenizer_gguf paged_jax.tokenizer paged_jax.detokenizer "
-    "paged_jax.demo_model paged_jax.prompts paged_jax.beam_search paged_jax.beam_driver",
-    "paged_jax.bisection paged_jax.sampling paged_jax.batch paged_jax.batch_builder "
+    "paged_jax.demo_model paged_jax.prompts paged_jax.beam_search paged_jax.beam_driver "
+    "paged_jax.simulate",
+    "paged_jax.bisection paged_jax.sampling paged_jax.batch paged_jax.decode_rows "
+    "paged_jax.batch_builder "
     "paged_jax.kv_pool paged_jax.block_mover",
     "paged_jax.models",
-    "paged_jax.step paged_jax.compile paged_jax.sizing",
+    "paged_jax.step paged_jax.decode_loop paged_jax.process_memory paged_jax.compile "
+    "paged_jax.dispatch paged_jax.sizing paged_jax.kv_calibration",
     "paged_jax.outputs paged_jax.metrics paged_jax.sequence paged_jax.accounts",
     "paged_jax.engine paged_jax.calls paged_jax.session paged_jax.prometheus "
     "paged_jax.cache_tools paged_jax.llm",
@@ -60,7 +64,7 @@ def imports_of(path: pathlib.Path) -> set[str]:
 
 
 def sources() -> list[pathlib.Path]:
-    folders = ("pallas_kernels", "paged_jax", "models")
+    folders = ("pallas_kernels", "paged_jax", "paged_jax/simulate", "models")
     paths = [p for f in folders for p in sorted((ROOT / f).glob("*.py"))]
     return [p for p in paths if p != ROOT / "paged_jax" / "__init__.py"]
 

@@ -13,10 +13,10 @@ from paged_jax.block_manager import BlockManager
 from paged_jax.config import SchedulerConfig
 from paged_jax.request import Request
 from paged_jax.scheduler import Scheduler
+from paged_jax.simulate import device_model
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
-device_model = importlib.import_module("device_model")
 soak = importlib.import_module("soak")
 soak_ledger = importlib.import_module("soak_ledger")
 soak_traffic = importlib.import_module("soak_traffic")

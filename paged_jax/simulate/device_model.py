@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One device: sizes in bytes, rates a second, as the data sheet has them.
+    """One device: sizes in bytes, rates a second, as the data sheet has them (16-bit, dense).
 
     Attributes:
       bandwidth_share, operations_share: what kernels reach of the data sheet's rates.
@@ -46,7 +48,8 @@ class ModelShape:
 
     Attributes:
       num_parameters: all of them.
-      num_embedding_parameters: of the input embedding, of which a step reads only its rows.
+      num_embedding_parameters: of the input embedding, of which a step reads only its rows; 0 if
+        the output head is the same matrix.
       num_head_parameters: of the output head.
       bytes_a_value: of weights, keys and values.
     """
@@ -88,6 +91,61 @@ LLAMA_3_8B = ModelShape(
     num_kv_heads=8,
     head_dim=128,
 )
+
+
+def _accelerator(name: str, gigabytes: float, gigabytes_per_second: float, teraflops: float):
+    return Accelerator(
+        name=name,
+        memory_bytes=gigabytes * 1e9,
+        bytes_per_second=gigabytes_per_second * 1e9,
+        operations_per_second=teraflops * 1e12,
+    )
+
+
+ACCELERATORS = {
+    "a100": A100_80GB,
+    "h100": _accelerator("H100 80 GB", 80, 3350, 989),
+    "h200": _accelerator("H200 141 GB", 141, 4800, 989),
+    "b200": _accelerator("B200 180 GB", 180, 8000, 2250),
+    "l4": _accelerator("L4 24 GB", 24, 300, 121),
+    "v5e": _accelerator("TPU v5e 16 GB", 16, 819, 197),
+    "v5p": _accelerator("TPU v5p 95 GB", 95, 2765, 459),
+    "v6e": _accelerator("TPU v6e 32 GB", 32, 1640, 918),
+}
+MODELS = {
+    "llama-3-8b": LLAMA_3_8B,
+    # The 13B model of the PagedAttention paper: 40 layers, hidden size 5,120.
+    "opt-13b": ModelShape(
+        name="OPT-13B",
+        num_parameters=12_853_473_280,
+        num_embedding_parameters=0,
+        num_head_parameters=50_272 * 5120,
+        num_layers=40,
+        num_heads=40,
+        num_kv_heads=40,
+        head_dim=128,
+    ),
+    "mistral-7b": ModelShape(
+        name="Mistral-7B",
+        num_parameters=7_241_732_096,
+        num_embedding_parameters=32_000 * 4096,
+        num_head_parameters=32_000 * 4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+    ),
+    "smollm2-135m": ModelShape(
+        name="SmolLM2-135M",
+        num_parameters=134_515_008,
+        num_embedding_parameters=0,
+        num_head_parameters=49_152 * 576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -134,8 +192,31 @@ class DeviceModel:
 
     def step_seconds(self, work: StepWork) -> float:
         """Seconds of a step, by the formula of this module."""
+        memory, operations = self._roofs(work)
+        seconds = max(memory, operations) + self.accelerator.step_overhead_seconds
+        if work.num_swapped_blocks:
+            seconds += self.swap_seconds(work.num_swapped_blocks)
+        if work.num_copied_blocks:
+            seconds += 2 * work.num_copied_blocks * self.bytes_a_block / self._bandwidth
+        return seconds
+
+    def decode_seconds(self, num_seqs: int, context_tokens: np.ndarray) -> np.ndarray:
+        """Seconds of steps in which each of some sequences decodes a token.
+
+        Args:
+          num_seqs: sequences.
+          context_tokens: int64[num_steps], of all sequences together, at each step's end.
+        """
+        work = StepWork(num_seqs, num_seqs, context_tokens, context_tokens)  # pyright: ignore
+        return np.maximum(*self._roofs(work)) + self.accelerator.step_overhead_seconds
+
+    @property
+    def _bandwidth(self) -> float:
+        return self.accelerator.bytes_per_second * self.accelerator.bandwidth_share
+
+    def _roofs(self, work: StepWork) -> tuple[float, float]:
+        """Seconds of a step's memory traffic, and of its operations."""
         chip, model = self.accelerator, self.model
-        bandwidth = chip.bytes_per_second * chip.bandwidth_share
         num_read = model.num_parameters - model.num_embedding_parameters
         num_kv_tokens = work.num_context_tokens + work.num_tokens
         num_bytes = num_read * model.bytes_a_value + num_kv_tokens * model.bytes_a_token
@@ -144,13 +225,5 @@ class DeviceModel:
             + 2 * model.num_head_parameters * work.num_rows
             + 4 * model.num_layers * model.num_heads * model.head_dim * work.num_pairs
         )
-        seconds = max(
-            num_bytes / bandwidth,
-            operations / (chip.operations_per_second * chip.operations_share),
-        )
-        return (
-            seconds
-            + chip.step_overhead_seconds
-            + self.swap_seconds(work.num_swapped_blocks)
-            + 2 * work.num_copied_blocks * self.bytes_a_block / bandwidth
-        )
+        peak = chip.operations_per_second * chip.operations_share
+        return num_bytes / self._bandwidth, operations / peak

@@ -17,6 +17,7 @@ from paged_jax.models.quantized import (
     QUANTIZATIONS,
     Quantization,
     QuantizedMatrix,
+    hadamard_size,
     quantize_matrix,
 )
 
@@ -95,7 +96,8 @@ def abstract_params(specs: Any, dtype: str, quantization: Quantization | None = 
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype)
         values = jax.ShapeDtypeStruct(spec.shape, jnp.int8)
         scale = jax.ShapeDtypeStruct(spec.shape[:1], jnp.float32)
-        return QuantizedMatrix(values, scale, quantization, dtype)  # pyright: ignore[reportArgumentType]
+        size = hadamard_size(spec.shape[1], quantization)
+        return QuantizedMatrix(values, scale, quantization, dtype, size)  # pyright: ignore[reportArgumentType]
 
     return _map_specs(abstract, specs)
 

@@ -7,13 +7,23 @@ Two modes differ in the product:
 
 - "int8": the activations are quantised too, each row (token) by its own largest absolute value, as
   in LLM.int8() (arXiv:2208.07339) and SmoothQuant's per-token scheme (arXiv:2211.10438). The sums
-  are int32, exact, and are scaled afterwards. It is what a CPU's and a TPU's int8 units do.
+  are int32, exact, and are scaled afterwards. It is what a CPU's and a TPU's int8 units do. Both
+  factors are rotated before they are rounded, see below.
 - "int8_weight_only": the integers are widened to the activations' dtype. It halves or quarters the
   bytes of the weights, which is what a decode step waits for, and rounds no activation.
+
+A few channels of a Llama's activations are far larger than the others, and leave them only some
+of the 127 steps. So "int8" stores W H and multiplies it with x H, where H is block-diagonal, of
+Hadamard matrices of up to 128 columns: x W^T = (x H) (W H)^T / 128, exact but for rounding, and
+what was one large number is spread evenly over its block. QuaRot (arXiv:2404.00456) rotates the
+residual stream once for all, which leaves the inputs of two matrices a layer as they are, and needs
+the norms' weights folded away. A rotation at each product asks nothing of the model around it, and
+costs additions.
 
 Another format (int4 with a scale a group, fp8) is another class with these three methods.
 """
 
+import math
 from typing import Literal
 
 import flax.struct
@@ -22,23 +32,35 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import matmul_cpu
+
 QUANTIZATIONS = ("int8", "int8_weight_only")
 Quantization = Literal["int8", "int8_weight_only"]
 
 _MAX_INT8 = 127
+# Columns that one Hadamard matrix mixes at the most; a TPU's matrix unit takes as many at a time.
+_MAX_HADAMARD_SIZE = 128
+# Numbers of a matrix that are quantised at a time, so that the copies this makes stay small.
+_CHUNK_NUMBERS = 1 << 22
 # XLA's fast int8 products on CPU start at this many rows: one row alone runs 100 times slower.
 _MIN_ROWS_ON_CPU = 8
 
 
 @flax.struct.dataclass
 class QuantizedMatrix:
-    """A matrix [out, in] in int8, or the abstract or numpy form of one."""
+    """A matrix [out, in] in int8, or the abstract or numpy form of one.
+
+    With hadamard_size above 1, values * scale is the matrix times `hadamard_matrix` of that size in
+    each block of so many columns, over the size.
+    """
 
     values: jax.Array  # int8[out, in]
     scale: jax.Array  # float32[out]
     mode: Quantization = flax.struct.field(pytree_node=False)
     # Of what it stands for, "float32" or "bfloat16".
     dtype: str = flax.struct.field(pytree_node=False)
+    # A power of two that divides `in`; 1 rotates nothing.
+    hadamard_size: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,7 +69,8 @@ class QuantizedMatrix:
     def take_rows(self, row_ids: jax.Array) -> jax.Array:
         """Rows of the matrix, [..., in] in its dtype, as an embedding table gives them."""
         rows = self.values[row_ids].astype(jnp.float32) * self.scale[row_ids][..., None]
-        return rows.astype(self.dtype)
+        # The matrix is symmetric, and twice is the identity times its size.
+        return rotate_blocks(rows, self.hadamard_size).astype(self.dtype)
 
     def multiply(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x @ matrix.T.
@@ -58,15 +81,58 @@ class QuantizedMatrix:
 
         Returns: [..., out].
         """
-        if self.mode == "int8_weight_only":
-            # Float32 and no narrower: the scale is applied before the result is rounded.
-            product = _contract(x, self.values.astype(x.dtype), jnp.dtype(jnp.float32))
-            return (product * self.scale).astype(out_dtype or x.dtype)
         flat = x.reshape(-1, x.shape[-1])
-        values, scale = quantize_rows(flat)
-        product = _int8_product(values, self.values).astype(jnp.float32)
-        product = product * scale[:, None] * self.scale
+        if matmul_cpu.unsupported_reason(flat, self.values) is None:
+            product = matmul_cpu.matmul(
+                flat,
+                self.values,
+                self.scale,
+                quantizes_x=self.mode == "int8",
+                hadamard_size=self.hadamard_size,
+            )
+        else:
+            product = xla_multiply(self, flat)
         return product.reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)
+
+
+def xla_multiply(matrix: QuantizedMatrix, x: jax.Array) -> jax.Array:
+    """float32[N, out], x[N, in] @ matrix.T, as XLA's operations: what runs where no kernel does."""
+    if matrix.mode == "int8_weight_only":
+        # Float32 and no narrower: the scale is applied before the result is rounded.
+        product = _contract(x, matrix.values.astype(x.dtype), jnp.dtype(jnp.float32))
+        return product * matrix.scale
+    values, scale = quantize_rows(rotate_blocks(x, matrix.hadamard_size))
+    product = _int8_product(values, matrix.values).astype(jnp.float32)
+    return product * scale[:, None] * matrix.scale
+
+
+def hadamard_size(num_columns: int, mode: Quantization) -> int:
+    """How many columns of a matrix are mixed in that mode: the largest power of two in reach."""
+    if mode == "int8_weight_only":
+        return 1
+    return math.gcd(num_columns, _MAX_HADAMARD_SIZE)
+
+
+def hadamard_matrix(size: int) -> np.ndarray:
+    """Sylvester's, float32[size, size] of 1 and -1: symmetric, its rows orthogonal."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.kron([[1, 1], [1, -1]], matrix).astype(np.float32)
+    return matrix
+
+
+def rotate_blocks(x: jax.Array, size: int) -> jax.Array:
+    """Multiplies each block of `size` columns of x[..., K] by `hadamard_matrix(size)`.
+
+    Its numbers are exact in every dtype, so that x is multiplied as it is, and summed in float32.
+
+    Returns: float32[..., K]; x itself where the size is 1.
+    """
+    if size == 1:
+        return x
+    blocks = x.reshape(-1, size)
+    matrix = jnp.asarray(hadamard_matrix(size), x.dtype)
+    return _contract(blocks, matrix, jnp.dtype(jnp.float32)).reshape(x.shape)
 
 
 def quantize_matrix(matrix: np.ndarray, mode: Quantization, dtype: str) -> QuantizedMatrix:
@@ -74,11 +140,21 @@ def quantize_matrix(matrix: np.ndarray, mode: Quantization, dtype: str) -> Quant
 
     A row of zeros gets the scale 0.
     """
-    largest = np.abs(matrix).max(axis=1).astype(np.float32)
-    scale = largest / np.float32(_MAX_INT8)
-    inverse = np.divide(_MAX_INT8, largest, out=np.zeros_like(largest), where=largest > 0)
-    values = np.rint(matrix * inverse[:, None]).astype(np.int8)
-    return QuantizedMatrix(jnp.asarray(values), jnp.asarray(scale), mode, dtype)
+    size = hadamard_size(matrix.shape[1], mode)
+    rotation = hadamard_matrix(size) / np.float32(size)
+    values = np.empty(matrix.shape, np.int8)
+    scale = np.empty(len(matrix), np.float32)
+    num_rows = max(1, _CHUNK_NUMBERS // matrix.shape[1])
+    for start in range(0, len(matrix), num_rows):
+        chunk = slice(start, start + num_rows)
+        rows = matrix[chunk].astype(np.float32, copy=False)
+        if size > 1:
+            rows = (rows.reshape(-1, size) @ rotation).reshape(rows.shape)
+        largest = np.abs(rows).max(axis=1)
+        inverse = np.divide(_MAX_INT8, largest, out=np.zeros_like(largest), where=largest > 0)
+        values[chunk] = np.rint(rows * inverse[:, None])
+        scale[chunk] = largest / np.float32(_MAX_INT8)
+    return QuantizedMatrix(jnp.asarray(values), jnp.asarray(scale), mode, dtype, size)
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -254,17 +254,19 @@ class _SafetensorsReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._handles: dict[str, Any] = {}  # by tensor
+        self._paths: dict[str, Path] = {}  # by tensor
         self._slices: dict[str, Any] = {}  # by tensor; shape and dtype without the data
         if (folder / INDEX_FILE).exists():
             self._open_shards()
         elif (folder / SINGLE_FILE).exists():
             handle = _open_safetensors(folder / SINGLE_FILE)
-            self._handles = dict.fromkeys(handle.keys(), handle)
+            for name in handle.keys():
+                self._add(name, folder / SINGLE_FILE, handle)
         else:
             raise _no_weights(folder)
-        for name, handle in self._handles.items():
-            self._slices[name] = handle.get_slice(name)
+
+    def _add(self, name: str, path: Path, handle: Any) -> None:
+        self._paths[name], self._slices[name] = path, handle.get_slice(name)
 
     def _open_shards(self) -> None:
         index = self._folder / INDEX_FILE
@@ -291,7 +293,7 @@ class _SafetensorsReader:
                     f"{index}: names tensor {name} in {file_name}, which does not hold it; "
                     "fetch both again"
                 )
-            self._handles[name] = shards[file_name]
+            self._add(name, self._folder / file_name, shards[file_name])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(stored.get_shape()) for name, stored in self._slices.items()}
@@ -308,7 +310,9 @@ class _SafetensorsReader:
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
         """The named tensor, converted to dtype."""
         self.stored_dtype(name)
-        return self._handles[name].get_tensor(name).astype(dtype, copy=False)
+        # Opened anew, so that the pages that were read do not stay in memory until the last one.
+        with _open_safetensors(self._paths[name]) as handle:
+            return handle.get_tensor(name).astype(dtype, copy=False)
 
 
 def _open_safetensors(path: Path) -> Any:

@@ -1,8 +1,8 @@
 """paged-jax: serving language models from a paged KV cache, in JAX.
 
 `LLM` is the engine; the functional core (`KVPool`, `BlockManager`, `make_batch`, `decode_batch`,
-`forward`, `sample_step`) is for programs of your own. Names are loaded when they are first used, so
-that the host half (scheduler, blocks) can be used without importing jax.
+`forward`, `sample_step`, `decode_steps`) is for programs of your own. Names are loaded when they
+are first used, so that the host half (scheduler, blocks) can be used without importing jax.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from paged_jax.block_moves import BlockMoves
     from paged_jax.block_pool import BlockPool
     from paged_jax.config import EngineConfig, SchedulerConfig
+    from paged_jax.decode_loop import decode_steps
+    from paged_jax.decode_rows import DecodeCall, DecodeRows, StopRules
     from paged_jax.demo_model import demo_model_path
     from paged_jax.kv_pool import KVPool
     from paged_jax.llm import LLM
@@ -41,6 +43,8 @@ _MODULE_OF = {
     "BlockMoves": "block_moves",
     "BlockPool": "block_pool",
     "CompletionOutput": "outputs",
+    "DecodeCall": "decode_rows",
+    "DecodeRows": "decode_rows",
     "EngineConfig": "config",
     "KVPool": "kv_pool",
     "LLM": "llm",
@@ -58,8 +62,10 @@ _MODULE_OF = {
     "SchedulerConfig": "config",
     "Session": "session",
     "StepBatch": "batch",
+    "StopRules": "decode_rows",
     "Tokenizer": "tokenizer",
     "decode_batch": "batch",
+    "decode_steps": "decode_loop",
     "demo_model_path": "demo_model",
     "forward": "step",
     "generate_together": "session",
@@ -71,22 +77,22 @@ _MODULE_OF = {
 }
 
 __all__ = [
-    "PrefixMiss",
-    "MemoryReport",
-    "generate_together",
-    "Session",
-    "BlockMoves",
-    "BeamSearchParams",
     "BeamSearchOutput",
-    "LLM",
+    "BeamSearchParams",
     "BlockManager",
+    "BlockMoves",
     "BlockPool",
     "CompletionOutput",
+    "DecodeCall",
+    "DecodeRows",
     "EngineConfig",
     "KVPool",
+    "LLM",
     "LoadedModel",
     "Logprob",
+    "MemoryReport",
     "ModelConfig",
+    "PrefixMiss",
     "Request",
     "RequestOutput",
     "SamplerOutput",
@@ -94,11 +100,15 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "SchedulerConfig",
+    "Session",
     "StepBatch",
+    "StopRules",
     "Tokenizer",
     "decode_batch",
+    "decode_steps",
     "demo_model_path",
     "forward",
+    "generate_together",
     "load_model",
     "make_batch",
     "make_sampling",

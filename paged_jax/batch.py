@@ -96,6 +96,8 @@ class Buckets:
     decodes_append: bool = False
     # Steps of a few tokens with fewer rows than there are seats: of few sequences with drafts.
     small: tuple[StepShape, ...] = ()
+    # The most decode steps that one call makes.
+    num_decode_steps: int = 1
 
     @classmethod
     def choose(
@@ -107,6 +109,7 @@ class Buckets:
         block_size: int,
         decodes_append: bool = False,
         drafts: bool = False,
+        num_decode_steps: int = 1,
     ) -> Buckets:
         """Sequences in powers of four or so (1, 8, 32, 128, ...), tokens in powers of two from 32.
 
@@ -126,6 +129,7 @@ class Buckets:
             table_width=-(-max_model_len // block_size),
             decodes_append=decodes_append,
             small=(StepShape(8, 8, False),) if drafts and max_num_seqs > 8 else (),
+            num_decode_steps=num_decode_steps,
         )
 
     def shapes(self) -> list[StepShape]:
@@ -315,7 +319,7 @@ def make_batch(
     positions = batch.positions[:total]
     positions[:] = np.arange(total) + np.repeat(first - batch.query_starts[:num_real], counts)
     tables = batch.block_tables[:num_real, :widest]
-    tables[np.arange(widest) < widths[:, None]] = _joined(block_tables)
+    _fill_tables(tables, widths, block_tables)
     blocks = tables[np.repeat(np.arange(num_real), counts), positions // block_size]
     batch.slot_mapping[:total] = blocks * block_size + positions % block_size
     if sample_rows is None:
@@ -325,10 +329,21 @@ def make_batch(
     return dataclasses.replace(batch, num_seqs=np.int32(num_real))
 
 
-def _joined(tables: Sequence[Sequence[int]]) -> np.ndarray:
-    """All tables one after the other, as int32; those of requests are joined as bytes."""
+def make_tables(
+    block_tables: Sequence[Sequence[int]], *, num_seqs: int, table_width: int
+) -> np.ndarray:
+    """int32[num_seqs, table_width] of plain block tables, 0 where they have no block."""
+    num_real = len(block_tables)
+    widths = np.fromiter(map(len, block_tables), np.int32, num_real)
+    tables = np.zeros((num_seqs, table_width), np.int32)
+    _fill_tables(tables[:num_real, : widths.max(initial=1)], widths, block_tables)
+    return tables
+
+
+def _fill_tables(out: np.ndarray, widths: np.ndarray, tables: Sequence[Sequence[int]]) -> None:
+    """Writes all tables at once; those of requests are joined as bytes."""
     ints = [t if type(t) is array and t.typecode == "i" else array("i", t) for t in tables]
-    return np.frombuffer(b"".join(ints), np.int32)
+    out[np.arange(out.shape[1]) < widths[:, None]] = np.frombuffer(b"".join(ints), np.int32)
 
 
 def decode_batch(

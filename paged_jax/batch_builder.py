@@ -6,26 +6,31 @@ from collections.abc import Sequence
 from operator import add, attrgetter
 from typing import NamedTuple
 
+import numpy as np
+
 from paged_jax.batch import (
     Buckets,
     StepBatch,
     StepShape,
     join_sampling,
     make_batch,
+    make_tables,
     pack_sampling,
 )
+from paged_jax.decode_rows import MAX_STOP_TOKENS, DecodeCall, DecodeRows, StopRules, no_stops
 from paged_jax.request import Request
 from paged_jax.sampling import SamplingBatch
 from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
 
 # For `map`, which is quicker than a loop: a step may have thousands of sequences.
 _block_ids, _score_start = attrgetter("block_ids"), attrgetter("score_start")
+_request = attrgetter("request")
 
 
 def build_step(
     step: ScheduledStep, buckets: Buckets, *, block_size: int
 ) -> tuple[StepShape, StepBatch, SamplingBatch]:
-    """The shape of a scheduled step, and its padded numpy arrays.
+    """The shape of a scheduled step that is no `build_decode`'s, and its padded numpy arrays.
 
     Every chunk has a sampling row, one that is scored has several, chunk after chunk. What is
     sampled for a chunk that does not reach its sequence's end means nothing, and the scheduler
@@ -39,13 +44,7 @@ def build_step(
         rows = SampleRows(requests, list(map(add, starts, counts)))
     else:
         rows = SampleRows.of(step.chunks)
-    num_tokens = step.num_tokens
-    shape = buckets.shape_for(
-        num_tokens,
-        len(rows.requests),
-        may_be_decodes=num_tokens == len(chunks)
-        and not (buckets.decodes_append and step.reads_what_it_writes),
-    )
+    shape = buckets.shape_for(step.num_tokens, len(rows.requests), may_be_decodes=False)
     batch = make_batch(
         [chunk.token_ids for chunk in chunks],
         starts,
@@ -56,7 +55,67 @@ def build_step(
         num_seqs=shape.num_seqs,
         table_width=buckets.table_width,
     )
-    sampling = join_sampling(
+    return shape, batch, _sampling(rows, shape.num_seqs)
+
+
+def build_decode(
+    step: ScheduledStep, buckets: Buckets, *, goes_on: bool = True
+) -> tuple[StepShape, DecodeCall] | None:
+    """The shape of a step that decodes, and its padded numpy arrays; None if it does more.
+
+    It does if a chunk has several tokens, or none, or is scored; or if one reads what another
+    writes and the device writes and reads in one kernel.
+
+    Args:
+      goes_on: whether its rows may draw more than one token, in this call or in one that follows;
+        without, nothing about ends is gathered.
+    """
+    if not step.is_plain_decode or any(map(_score_start, map(_request, step.chunks))):
+        return None
+    if buckets.decodes_append and step.reads_what_it_writes:
+        return None
+    requests, starts, _, _ = zip(*step.chunks, strict=True)
+    num_rows = len(requests)
+    shape = buckets.shape_for(num_rows, num_rows)
+    rows = DecodeRows(
+        token_ids=np.zeros(shape.num_seqs, np.int32),
+        positions=np.full(shape.num_seqs, -1, np.int32),
+        num_left=np.zeros(shape.num_seqs, np.int32),
+    )
+    rows.token_ids[:num_rows] = [
+        request.token_ids[start] for request, start in zip(requests, starts, strict=True)
+    ]
+    rows.positions[:num_rows] = starts
+    rows.num_left[:num_rows] = list(map(_num_left, requests, starts)) if goes_on else 1
+    stops = _stop_rules(requests, shape.num_seqs) if goes_on else no_stops(shape.num_seqs)
+    call = DecodeCall(
+        rows=rows,
+        block_tables=_tables(step, shape, buckets),
+        sampling=_sampling(SampleRows(requests, [0] * num_rows), shape.num_seqs),
+        stops=stops,
+        num_steps=np.int32(step.num_decode_steps),
+    )
+    return shape, call
+
+
+def continue_decode(
+    step: ScheduledStep, shape: StepShape, call: DecodeCall, rows: DecodeRows, buckets: Buckets
+) -> DecodeCall:
+    """The call that goes on from where another leaves its rows, which may be on device still."""
+    return call._replace(
+        rows=rows,
+        block_tables=_tables(step, shape, buckets),
+        num_steps=np.int32(step.num_decode_steps),
+    )
+
+
+def _tables(step: ScheduledStep, shape: StepShape, buckets: Buckets) -> np.ndarray:
+    tables = [chunk[0].block_ids for chunk in step.chunks]
+    return make_tables(tables, num_seqs=shape.num_seqs, table_width=buckets.table_width)
+
+
+def _sampling(rows: SampleRows, num_seqs: int) -> SamplingBatch:
+    return join_sampling(
         [request.packed_sampling or _pack(request) for request in rows.requests],
         rows.positions,
         masked_tokens={
@@ -66,9 +125,25 @@ def build_step(
         },
         forced_tokens=rows.forced_tokens,
         num_logprobs=rows.num_logprobs,
-        num_seqs=shape.num_seqs,
+        num_seqs=num_seqs,
     )
-    return shape, batch, sampling
+
+
+def _num_left(request: Request, start: int) -> int:
+    """Tokens that may be drawn, the one after token `start` first; 1 where none is wanted."""
+    return max(request.max_total_tokens - start - 1, 1)
+
+
+def _stop_rules(requests: Sequence[Request], num_seqs: int) -> StopRules:
+    stops = no_stops(num_seqs)
+    for row, request in enumerate(requests):
+        params = request.params
+        ids = [*request.stop_ids, *(() if params.ignore_eos else request.eos_token_ids)]
+        ids = ids[:MAX_STOP_TOKENS]
+        if ids:
+            stops.token_ids[row, : len(ids)] = ids
+        stops.first_positions[row] = request.num_prompt_tokens + params.min_tokens
+    return stops
 
 
 def _pack(request: Request) -> bytes:

@@ -14,7 +14,7 @@ import absl.logging
 from absl import app, flags
 from tqdm.auto import tqdm
 
-from paged_jax.config import EngineConfig
+from paged_jax.config import KV_CACHE_DTYPES, EngineConfig
 from paged_jax.demo_model import demo_model_path
 from paged_jax.llm import LLM
 from paged_jax.offline import read_lines, serve_lines
@@ -55,9 +55,12 @@ SEED = flags.DEFINE_integer("seed", None, "Of every prompt; by default each has 
 STOP = flags.DEFINE_multi_string("stop", [], "Text that ends an output; may be given again.")
 IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on after the end-of-sequence token.")
 LOGPROBS = flags.DEFINE_integer("logprobs", None, "Likeliest tokens to report at each position.")
-DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16"], "Of weights and cache.")
+DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16"], "Of the weights.")
 QUANTIZATION = flags.DEFINE_enum(
     "quantization", None, ["int8", "int8_weight_only"], "Store the weights' matrices in int8."
+)
+KV_CACHE_DTYPE = flags.DEFINE_enum(
+    "kv_cache_dtype", "auto", KV_CACHE_DTYPES, "Of the KV cache; auto is the weights' dtype."
 )
 MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Longest sequence, in tokens.")
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences in a step.")
@@ -208,6 +211,7 @@ def _engine_options() -> dict[str, Any]:
     options = {
         "dtype": DTYPE.value,
         "quantization": QUANTIZATION.value,
+        "kv_cache_dtype": KV_CACHE_DTYPE.value,
         "max_model_len": MAX_MODEL_LEN.value,
         "max_num_seqs": MAX_NUM_SEQS.value,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS.value,

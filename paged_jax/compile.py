@@ -17,17 +17,31 @@ from tqdm.auto import tqdm
 from paged_jax.batch import Buckets, StepBatch, StepShape, empty_batch, make_sampling
 from paged_jax.block_mover import BlockMover
 from paged_jax.block_moves import NO_MOVES, BlockMoves
+from paged_jax.decode_loop import decode_steps
+from paged_jax.decode_rows import DecodeCall, DecodeRows, no_stops
 from paged_jax.kv_pool import KVPool
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
 from paged_jax.paths import cache_folder
+from paged_jax.process_memory import release_unused
 from paged_jax.sampling import SamplerOutput, SamplingBatch
 from paged_jax.step import sample_step
 
 # One function for all engines of the process: a second engine of the same shapes compiles nothing.
 _jitted_step = jax.jit(
     sample_step,
-    static_argnames=("config", "decode_only", "attention_implementation", "tensor_axis"),
+    static_argnames=(
+        "config",
+        "decode_only",
+        "attention_implementation",
+        "tensor_axis",
+        "is_plain",
+    ),
+    donate_argnames="pool",
+)
+_jitted_decode = jax.jit(
+    decode_steps,
+    static_argnames=("max_steps", "config", "attention_implementation", "tensor_axis", "is_plain"),
     donate_argnames="pool",
 )
 
@@ -75,12 +89,16 @@ class StepRunner:
     ):
         self.params = params
         self.pool = pool
+        # A copy: a step that fails takes the pool's own with it.
+        self._kv_scales = jax.tree.map(np.array, pool.scales)
         self.mover = BlockMover(pool, num_host_blocks=num_host_blocks)
         self.buckets = buckets
         self._lower = functools.partial(
             lower_step, config=config, buckets=buckets, implementation=attention_implementation
         )
+        # By shape those that sample in any way; the others for steps that are plain.
         self._programs: dict[StepShape, jax.stages.Compiled] = {}
+        self._plain_programs: dict[StepShape, jax.stages.Compiled] = {}
         self.num_weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         # The most that a compiled step takes beside weights and pool, by the compiler's account.
         self.temporary_bytes = 0
@@ -95,9 +113,29 @@ class StepRunner:
         """Dispatches a step, after what is moved for it; returns its outputs, still on device."""
         if moves:
             self.move(moves)
-        program = self._programs.get(shape) or self._compile(shape)
+        program = self._programs.get(shape) or self._program_for(shape, sampling)
         self.pool, output = program(self.params, pool=self.pool, batch=batch, sampling=sampling)
         return output
+
+    def decode(
+        self, shape: StepShape, call: DecodeCall, moves: BlockMoves = NO_MOVES
+    ) -> tuple[DecodeRows, SamplerOutput]:
+        """Dispatches a call of decode steps, after what is moved for it.
+
+        Returns:
+          Where its rows stand then, and the outputs of each step, [num_decode_steps, S, ...]; all
+          still on device.
+        """
+        if moves:
+            self.move(moves)
+        program = self._programs.get(shape) or self._program_for(shape, call.sampling)
+        self.pool, rows, output = program(self.params, pool=self.pool, call=call)
+        return rows, output
+
+    @property
+    def num_programs(self) -> int:
+        """Steps that are compiled so far."""
+        return len(self._programs) + len(self._plain_programs)
 
     def measure_swap(self) -> float:
         """Bytes a second that blocks travel at between device and host; takes a moment."""
@@ -132,14 +170,21 @@ class StepRunner:
         self.mover.reset()
         if not self.pool.is_deleted():
             return False
-        self.pool = self.pool.empty_like()
+        self.pool = self.pool.empty_like(self._kv_scales)
         return True
 
-    def _compile(self, shape: StepShape) -> jax.stages.Compiled:
-        program = self._lower(self.params, self.pool, shape).compile()
-        self._programs[shape] = program
+    def _program_for(self, shape: StepShape, sampling: SamplingBatch) -> jax.stages.Compiled:
+        """The smallest that serves a step, where none is ready that serves all of the shape."""
+        if not sampling.is_plain:
+            return self._compile(shape)
+        return self._plain_programs.get(shape) or self._compile(shape, is_plain=True)
+
+    def _compile(self, shape: StepShape, is_plain: bool = False) -> jax.stages.Compiled:
+        program = self._lower(self.params, self.pool, shape, is_plain=is_plain).compile()
+        (self._plain_programs if is_plain else self._programs)[shape] = program
         if (analysis := program.memory_analysis()) is not None:
             self.temporary_bytes = max(self.temporary_bytes, int(analysis.temp_size_in_bytes))
+        release_unused()
         return program
 
 
@@ -151,20 +196,31 @@ def lower_step(
     config: ModelConfig,
     buckets: Buckets,
     implementation: str | None,
+    is_plain: bool = False,
 ) -> jax.stages.Lowered:
     """The engine's step at one shape, ready to compile.
 
     Args:
       params, pool: arrays, or trees of `jax.ShapeDtypeStruct`s like them.
+      is_plain: for steps whose rows ask for the likeliest token and nothing more.
     """
-    return _jitted_step.lower(
-        params,
-        pool=pool,
-        batch=empty_batch(shape.num_tokens, shape.num_seqs, buckets.table_width),
-        sampling=make_sampling([], [], [], num_seqs=shape.num_seqs),
-        config=config,
-        decode_only=shape.decode_only,
-        attention_implementation=implementation,
+    static = dict(config=config, attention_implementation=implementation, is_plain=is_plain)
+    sampling = make_sampling([], [], [], num_seqs=shape.num_seqs)
+    batch = empty_batch(shape.num_tokens, shape.num_seqs, buckets.table_width)
+    if not shape.decode_only:
+        return _jitted_step.lower(
+            params, pool=pool, batch=batch, sampling=sampling, decode_only=False, **static
+        )
+    none = np.zeros(shape.num_seqs, np.int32)
+    call = DecodeCall(
+        rows=DecodeRows(token_ids=none, positions=none, num_left=none),
+        block_tables=batch.block_tables,
+        sampling=sampling,
+        stops=no_stops(shape.num_seqs),
+        num_steps=np.int32(0),
+    )
+    return _jitted_decode.lower(
+        params, pool=pool, call=call, max_steps=buckets.num_decode_steps, **static
     )
 
 
@@ -175,6 +231,13 @@ def temporary_bytes(lowered: jax.stages.Lowered) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-def to_host(output: SamplerOutput) -> SamplerOutput:
-    """Waits for a step's outputs and brings them to the host as numpy arrays."""
-    return jax.tree.map(np.asarray, output)
+def to_host(output: SamplerOutput, num_steps: int = 1) -> SamplerOutput:
+    """Waits for a step's outputs and brings them to the host as numpy arrays.
+
+    Of a call of decode steps, [steps, S, ...], the first `num_steps` come as [S * num_steps, ...]:
+    row after row, the steps of each together.
+    """
+    output = jax.tree.map(np.asarray, output)
+    if output.token_ids.ndim == 1:
+        return output
+    return jax.tree.map(lambda x: x[:num_steps].swapaxes(0, 1).reshape(-1, *x.shape[2:]), output)

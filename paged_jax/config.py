@@ -25,6 +25,7 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 QUANTIZATIONS = ("int8", "int8_weight_only")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
 
@@ -44,6 +45,8 @@ class SchedulerConfig:
       num_host_blocks: blocks of host memory for swapped sequences; 0 for none.
       enable_host_prefix_cache: whether evicted prefixes are kept there.
       num_speculative_tokens: the longest draft that a decode may carry; 0 for none.
+      decode_lookahead: tokens that a sequence may be decoded ahead of what the host has read, half
+        of them in each of two calls; 1: each token is read before the next step.
     """
 
     num_blocks: int
@@ -57,8 +60,15 @@ class SchedulerConfig:
     num_host_blocks: int = 0
     enable_host_prefix_cache: bool = False
     num_speculative_tokens: int = 0
+    decode_lookahead: int = 1
+
+    @property
+    def num_decode_steps(self) -> int:
+        """The most decode steps that a call makes."""
+        return max(self.decode_lookahead // 2, 1)
 
     def __post_init__(self):
+        check_int("decode_lookahead", self.decode_lookahead, at_least=1)
         check_int("num_speculative_tokens", self.num_speculative_tokens, at_least=0)
         check_choice("policy", self.policy, SCHEDULING_POLICIES)
         check_choice("preemption_mode", self.preemption_mode, PREEMPTION_MODES)
@@ -89,10 +99,14 @@ class EngineConfig:
     """An engine as the user asks for it. `None` leaves the choice to the engine.
 
     Attributes:
-      dtype: dtype of weights and KV pool: "float32", "bfloat16", or "auto": float32 on CPU, where
-        bfloat16 is slower; elsewhere float32 for a float32 checkpoint and bfloat16 for others.
+      dtype: dtype of weights and computations: "float32", "bfloat16", or "auto": float32 on CPU,
+        where bfloat16 is slower; elsewhere float32 for a float32 checkpoint and bfloat16 for
+        others.
       quantization: None; "int8": matrices are stored in int8 and activations quantised on the
         way, the fastest on a CPU; "int8_weight_only": the activations are left alone.
+      kv_cache_dtype: dtype of the KV pool: "auto", the weights'; "float32"; "bfloat16"; or "int8",
+        which holds twice the tokens of bfloat16 and four times those of float32 in the same memory.
+        Its scales are found when the model is loaded, by running it over a page of text.
       seed: from which the seeds of requests without their own are drawn.
       gpu_memory_utilization: the share of the device's memory the engine may use, 0 to 1.
       kv_cache_memory_bytes: size of the KV pool; None sizes it from the device's memory. On CPU
@@ -120,6 +134,10 @@ class EngineConfig:
         sequence, and confirm them in one step. The tokens are the same, sooner where texts repeat
         themselves and few requests run.
       num_speculative_tokens: the most tokens of a guess.
+      decode_lookahead: how many tokens a sequence may be decoded ahead of what the host has read,
+        while nobody waits to join: half of them in each of two calls, the second dispatched before
+        the first one's tokens are read. 1: a step for each token. What is computed past a stop
+        string or an abort is dropped. None: 8, but 1 on CPU and with speculation.
       tensor_parallel_size: devices a model is split over; only 1 so far.
       attention_implementation: None (the fastest for the device), "cpu" (C++, built where a
         compiler is found), "xla", "reference", or "tpu": the TPU's kernels, which run on other
@@ -130,6 +148,7 @@ class EngineConfig:
 
     dtype: str = "auto"
     quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     seed: int = 0
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
@@ -147,6 +166,7 @@ class EngineConfig:
     watch_prefixes: bool = True
     speculation: str | None = None
     num_speculative_tokens: int = 7
+    decode_lookahead: int | None = None
     tensor_parallel_size: int = 1
     attention_implementation: str | None = None
     disable_log_stats: bool = True
@@ -157,6 +177,7 @@ class EngineConfig:
             raise ValueError(f"dtype={self.dtype!r}: it must be 'auto', 'float32' or 'bfloat16'")
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         if self.tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported yet; "
@@ -182,6 +203,7 @@ class EngineConfig:
             "max_model_len": 2,
             "max_num_seqs": 1,
             "max_num_batched_tokens": 1,
+            "decode_lookahead": 1,
         }
         for field, at_least in minima.items():
             value = getattr(self, field)

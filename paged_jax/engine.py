@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from paged_jax.accounts import collect, memory_bytes
-from paged_jax.batch_builder import build_step
 from paged_jax.compile import StepRunner, to_host
 from paged_jax.config import SchedulerConfig
+from paged_jax.dispatch import Dispatcher, Flight
 from paged_jax.interrupts import uninterrupted
 from paged_jax.log import logger
 from paged_jax.metrics import Metrics, StepTimes
@@ -20,7 +20,7 @@ from paged_jax.outputs import RequestOutput
 from paged_jax.prefix_journal import PrefixJournal
 from paged_jax.prefix_watch import PrefixWatch
 from paged_jax.rates import SwapAlert
-from paged_jax.request import Request
+from paged_jax.request import Request, check_prompt_length
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplerOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduled_step import ScheduledStep
@@ -77,6 +77,8 @@ class Engine:
         self._last_log = (time.monotonic(), 0)
         # Bytes and seconds of all transfers, as last looked at.
         self._swapped = (0, 0.0)
+        self._dispatcher = Dispatcher(self.scheduler, runner)
+        self._received = 0.0  # When the last step's outputs were on the host.
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to give."""
@@ -171,7 +173,7 @@ class Engine:
             has an id out of range.
         """
         token_ids = [int(token_id) for token_id in prompt_token_ids]
-        self.scheduler.check_length(len(token_ids), prefill_only=prefill_only)
+        check_prompt_length(len(token_ids), self.config.max_model_len, prefill_only)
         if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
             i = next(i for i, t in enumerate(token_ids) if not 0 <= t < self.vocab_size)
             raise ValueError(
@@ -218,7 +220,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, with nothing changed, while any block is in use."""
-        return self.scheduler.reset_prefix_cache()
+        return self.scheduler.blocks.reset_prefix_cache()
 
     def get_metrics(self) -> dict[str, Any]:
         """The engine's counters since it was made; see `accounts.collect` for each."""
@@ -233,25 +235,17 @@ class Engine:
         return metrics
 
     def _run_step(self) -> list[RequestOutput]:
-        started = time.perf_counter()
-        step = self.scheduler.schedule()
-        if not step.chunks:
-            if step.moves:  # All that runs was swapped out, and comes back in the next step.
-                self.runner.move(step.moves)
-                self.runner.settle()
-            elif self.scheduler.has_unfinished():
-                raise RuntimeError(f"the scheduler is stuck: {self.scheduler}")
+        flight = self._dispatcher.next_flight()
+        if flight is None:
             return []
-        block_size = self.config.block_size
-        shape, batch, sampling = build_step(step, self.runner.buckets, block_size=block_size)
-        dispatched = time.perf_counter()
-        sampled = to_host(self.runner.run(shape, batch, sampling, step.moves))
+        sampled = to_host(flight.output, flight.step.num_decode_steps)
         received = time.perf_counter()
         self.runner.settle()
-        for chunk in step.admitted:
+        for chunk in flight.step.admitted:
             self._observe_prompt(chunk.request)
-        outputs = self._process(step, sampled)
-        self._count(step, started, dispatched, received)
+        num_tokens_before = self.metrics.generation_tokens
+        outputs = self._process(flight.step, sampled)
+        self._count(flight, received, self.metrics.generation_tokens - num_tokens_before)
         return outputs
 
     def _check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
@@ -286,17 +280,21 @@ class Engine:
 
     def _process(self, step: ScheduledStep, sampled: SamplerOutput) -> list[RequestOutput]:
         """Takes a step's tokens; ends and hands out what they complete."""
-        row_of: dict[str, int] = {}
+        row_of: dict[str, int] = {}  # the first of its new tokens
         failed: list[tuple[Request, str]] = []
         all_finite = sampled.is_finite.all()
-        for chunk, row in zip(step.chunks, step.last_rows(), strict=True):
+        all_tokens = sampled.token_ids.tolist()
+        token_ids: list[Any] = []
+        for chunk, end in zip(step.chunks, step.end_rows(), strict=True):
             request = chunk.request
-            row_of[request.request_id] = row
             error = None
             if request.score_start is not None and request.request_id in self._sequences:
-                error = self._sequences[request.request_id][1].take_scores(chunk, row, sampled)
-            first = row - len(chunk.draft)
-            if not all_finite and chunk.samples and not sampled.is_finite[first : row + 1].all():
+                state = self._sequences[request.request_id][1]
+                error = state.take_scores(chunk, end - 1, sampled)
+            num_new = len(chunk.draft) + step.num_decode_steps
+            first = row_of[request.request_id] = end - num_new
+            token_ids.append(all_tokens[first] if num_new == 1 else all_tokens[first:end])
+            if not all_finite and chunk.samples and not sampled.is_finite[first:end].all():
                 error = NOT_FINITE
             if error is not None and request.request_id in self._sequences:  # Else it is aborted.
                 failed.append((request, error))
@@ -304,13 +302,6 @@ class Engine:
         for request, error in failed:
             self._fail(request, error)
             self._touch(request, touched)  # It is in no result of the scheduler's.
-        all_tokens = sampled.token_ids.tolist()
-        token_ids: list[Any] = [all_tokens[row] for row in row_of.values()]
-        for i, chunk in enumerate(step.chunks if step.num_extra_rows else ()):
-            if chunk.draft:
-                end = row_of[chunk.request.request_id] + 1
-                first = row_of[chunk.request.request_id] = end - len(chunk.draft) - 1
-                token_ids[i] = all_tokens[first:end]
         for request, token_id, number in self.scheduler.update(step, token_ids):
             if token_id < 0:  # It computed what it wanted, and samples nothing.
                 self._touch(request, touched)
@@ -384,6 +375,7 @@ class Engine:
 
     def _recover(self) -> None:
         """After a fault: no block and no queue is trusted, and no request is lost."""
+        self._dispatcher.forget()
         self._sequences.clear()
         unfinished = []
         for group in list(self._groups.values()):
@@ -398,18 +390,18 @@ class Engine:
         if self.runner.renew_pool():
             logger.warning("A step failed with the KV pool in its hands; made a new one")
 
-    def _count(
-        self, step: ScheduledStep, started: float, dispatched: float, received: float
-    ) -> None:
+    def _count(self, flight: Flight, received: float, num_generated: int) -> None:
+        step = flight.step
         times: StepTimes = self.metrics.steps["decode" if step.is_decode else "prefill"]
-        ended = time.perf_counter()
-        times.num_steps += 1
-        times.num_tokens += step.num_tokens
-        times.schedule_seconds += dispatched - started
-        times.device_seconds += received - dispatched
-        times.process_seconds += ended - received
+        device_seconds = received - max(flight.dispatched, self._received)
+        self._received = received
+        times.num_steps += step.num_decode_steps
+        times.num_tokens += num_generated if step.num_decode_steps > 1 else step.num_tokens
+        times.schedule_seconds += flight.schedule_seconds
+        times.device_seconds += device_seconds
+        times.process_seconds += time.perf_counter() - received
         if not step.is_decode:
-            self.scheduler.costs.observe_prefill(step.num_tokens, received - dispatched)
+            self.scheduler.costs.observe_prefill(step.num_tokens, device_seconds)
         mover = self.runner.mover
         if mover.transfer_bytes > self._swapped[0]:
             num_bytes, seconds = self._swapped

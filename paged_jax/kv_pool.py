@@ -10,15 +10,31 @@ value at index num_kv_heads + h. Block 0 is the null block, where padding is rea
 
 On a TPU the last two axes are rows of whole 128-lane tiles: two tokens of head_dim 64 share a row,
 and a token of head_dim 96 is filled up with zeros. `pallas_kernels.pool_layout` tells which.
+
+An int8 pool has a scale and an offset for every channel (layer, head, number of the head), the same
+for all tokens: real = stored * scale + offset. Scales of tokens would have to be stored and read
+beside them; those of channels cost an attention nothing, because they come out of its sums:
+
+    keys    q . (k * scale + offset) = (q * scale) . k + a number that is the same for all tokens,
+            which the softmax does not see
+    values  sum of w * (v * scale + offset) = scale * (sum of w * v) + offset, as the w add up to 1
+
+so that the kernels see stored numbers only, and a step multiplies its queries and its outputs. And
+they fit: keys differ far more between channels than between tokens, and the largest channels lie
+around a number far from 0 (KIVI, arXiv 2402.02750; SageAttention, arXiv 2410.02367, takes their
+mean off). `kv_calibration` finds both.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from paged_jax.batch import StepBatch
@@ -47,6 +63,33 @@ class CacheShape(Protocol):
 
 
 @flax.struct.dataclass
+class ChannelScales:
+    """stored * scale + offset = real, for each channel of a layer, or of all layers together."""
+
+    scale: Any  # float32[2 * num_kv_heads, head_dim] of a layer; keys first, as in the pool
+    offset: Any  # the same
+
+    def halves(self) -> tuple[ChannelScales, ChannelScales]:
+        """Of a layer: the keys' and the values', [num_kv_heads, head_dim] each."""
+        scales, offsets = jnp.split(self.scale, 2), jnp.split(self.offset, 2)
+        keys, values = map(ChannelScales, scales, offsets)
+        return keys, values
+
+    def to_int8(self, real: jax.Array) -> jax.Array:
+        """real[T, Hkv, D] as stored: rounded to the nearest (even) and clipped to +-127."""
+        stored = (real.astype(jnp.float32) - self.offset) / self.scale
+        return jnp.clip(jnp.round(stored), -127, 127).astype(jnp.int8)
+
+
+@flax.struct.dataclass
+class ScaledLayer:
+    """A layer of an int8 pool."""
+
+    blocks: jax.Array  # an entry of `KVPool.layers`
+    scales: ChannelScales
+
+
+@flax.struct.dataclass
 class KVPool:
     """Keys and values of every block, of every layer. Donate it to each step that writes to it."""
 
@@ -54,6 +97,9 @@ class KVPool:
     # in the rows of a TPU.
     layers: tuple[jax.Array, ...]
     head_dim: int = flax.struct.field(pytree_node=False)
+    # Of an int8 pool, float32[num_layers, 2 * num_kv_heads, head_dim] each; None of others. One
+    # array for all layers, because every array among a step's arguments costs its dispatch time.
+    scales: ChannelScales | None = None
 
     @classmethod
     def create(
@@ -63,6 +109,7 @@ class KVPool:
         num_blocks: int,
         block_size: int = 16,
         dtype: DTypeLike = jnp.float32,
+        scales: ChannelScales | None = None,
         for_tpu: bool | None = None,
     ) -> KVPool:
         """A pool of zeros. Its blocks are handed out by a `BlockPool`, block 0 never.
@@ -71,49 +118,100 @@ class KVPool:
           model: gives the number of layers and KV heads, and the head size.
           num_blocks: blocks of the pool, the null block included.
           block_size: tokens a block.
-          dtype: float32 or bfloat16, the model's: `LoadedModel.dtype`.
+          dtype: float32 or bfloat16, the model's (`LoadedModel.dtype`) as a rule, or int8.
+          scales: of all layers, for an int8 pool, which needs them: `kv_calibration.calibrate`.
           for_tpu: whether in the rows of a TPU; None for the default backend's form.
 
         Raises:
-          ValueError: num_blocks, block_size or dtype is none of these.
+          ValueError: num_blocks, block_size or dtype is none of these, or scales do not fit.
 
         On CPU a bfloat16 pool keeps its numbers as raw bits (uint16), because XLA of jax 0.10
         would copy the whole pool at every write of bfloat16; the kernels read either.
+        """
+        form = cls.abstract(
+            model, num_blocks=num_blocks, block_size=block_size, dtype=dtype, for_tpu=for_tpu
+        )
+        given, needed = (None if x is None else np.shape(x.scale) for x in (scales, form.scales))
+        if given != needed:
+            raise ValueError(
+                f"scales has shape {given}, and a pool of {jnp.dtype(dtype)} needs {needed}"
+                + (": give those of kv_calibration.calibrate" if needed else "; leave scales out")
+            )
+        return cls(
+            layers=tuple(jnp.zeros(layer.shape, layer.dtype) for layer in form.layers),
+            head_dim=model.head_dim,
+            scales=jax.tree.map(jnp.array, scales),
+        )
+
+    @classmethod
+    def abstract(
+        cls,
+        model: CacheShape,
+        *,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: DTypeLike = jnp.float32,
+        for_tpu: bool | None = None,
+    ) -> KVPool:
+        """What `create` makes, as shapes (`jax.ShapeDtypeStruct`) without memory.
+
+        Raises:
+          ValueError: as `create`.
         """
         if num_blocks < 2 or block_size < 1:
             raise ValueError(
                 f"num_blocks={num_blocks}, block_size={block_size}: a pool needs the null block "
                 "and one more, of at least one token"
             )
-        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.uint16):
-            raise ValueError(f"dtype={jnp.dtype(dtype)}: it must be float32 or bfloat16")
+        dtype = jnp.dtype(dtype)
+        if dtype not in (jnp.float32, jnp.bfloat16, jnp.uint16, jnp.int8):
+            raise ValueError(f"dtype={dtype}: it must be float32, bfloat16 or int8")
         shape = (num_blocks, 2 * model.num_kv_heads, block_size, model.head_dim)
         if for_tpu is None:
             for_tpu = jax.default_backend() == "tpu"
         if for_tpu:
             shape = tpu_pool_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim)
-        elif jnp.dtype(dtype) == jnp.bfloat16 and jax.default_backend() == "cpu":
-            dtype = jnp.uint16
-        return cls(
-            layers=tuple(jnp.zeros(shape, dtype) for _ in range(model.num_layers)),
-            head_dim=model.head_dim,
-        )
+        elif dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+            dtype = jnp.dtype(jnp.uint16)
+        layer: Any = jax.ShapeDtypeStruct(shape, dtype)
+        scales: Any = None
+        if dtype == jnp.int8:
+            scales_shape = (model.num_layers, 2 * model.num_kv_heads, model.head_dim)
+            one = jax.ShapeDtypeStruct(scales_shape, jnp.float32)
+            scales = ChannelScales(one, one)
+        return cls(layers=(layer,) * model.num_layers, head_dim=model.head_dim, scales=scales)
 
-    def empty_like(self) -> KVPool:
-        """A pool of zeros of the same shapes; this one may be deleted."""
-        return jax.tree.map(lambda layer: jnp.zeros(layer.shape, layer.dtype), self)
+    def empty_like(self, scales: ChannelScales | None = None) -> KVPool:
+        """A pool of zeros of the same shapes; this one may be deleted.
+
+        scales: of the new pool, if it is an int8 one; None takes this one's, which must be alive.
+        """
+        layers = tuple(jnp.zeros(layer.shape, layer.dtype) for layer in self.layers)
+        scales = self.scales if scales is None else scales
+        return dataclasses.replace(self, layers=layers, scales=jax.tree.map(jnp.array, scales))
 
     @classmethod
     def bytes_a_block(
         cls, model: CacheShape, *, block_size: int, dtype: DTypeLike, for_tpu: bool | None = None
     ) -> int:
         """Bytes of one block in all layers; arguments as in `create`."""
-        shapes = jax.eval_shape(
-            lambda: cls.create(
-                model, num_blocks=2, block_size=block_size, dtype=dtype, for_tpu=for_tpu
-            )
+        form = cls.abstract(
+            model, num_blocks=2, block_size=block_size, dtype=dtype, for_tpu=for_tpu
         )
-        return sum(layer.size * layer.dtype.itemsize for layer in shapes.layers) // 2
+        return sum(layer.size * layer.dtype.itemsize for layer in form.layers) // 2
+
+    @property
+    def caches(self) -> tuple[jax.Array | ScaledLayer, ...]:
+        """One entry a layer, as `paged_attend` takes it."""
+        if self.scales is None:
+            return self.layers
+        of_layer = lambda i: jax.tree.map(lambda array: array[i], self.scales)
+        return tuple(ScaledLayer(layer, of_layer(i)) for i, layer in enumerate(self.layers))
+
+    def with_caches(self, caches: Sequence[jax.Array | ScaledLayer]) -> KVPool:
+        """The pool after a step that returned `caches`, which it took from this one."""
+        layers = (c.blocks if isinstance(c, ScaledLayer) else c for c in caches)
+        return dataclasses.replace(self, layers=tuple(layers))
 
     @property
     def num_blocks(self) -> int:
@@ -125,6 +223,7 @@ class KVPool:
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all blocks; an int8 pool's scales, a few kilobytes a layer, are left out."""
         return sum(layer.nbytes for layer in self.layers)
 
     def is_deleted(self) -> bool:
@@ -160,8 +259,8 @@ def paged_attend(
       implementation: see `pallas_kernels.ragged_paged_attention`.
 
     Returns:
-      attend(q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D], layer) -> (out[T, Hq, D], layer), where layer
-      is an entry of `KVPool.layers`.
+      attend(q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D], cache) -> (out[T, Hq, D], cache), where cache
+      is an entry of `KVPool.caches`.
     """
     where = (batch.kv_lens, batch.block_tables, batch.query_starts, batch.num_seqs)
     is_tpu = uses_tpu_kernels(implementation)
@@ -171,25 +270,39 @@ def paged_attend(
         plan = plan_attention(
             *where, num_rows=num_rows, block_size=block_size, decode_only=decode_only
         )
+    options: dict[str, Any] = dict(scale=scale, implementation=implementation)
 
-    def attend(q, k, v, layer):
+    def attend_stored(q, k, v, layer, **scales):
+        if is_tpu and decode_only:
+            tables = (batch.kv_lens, batch.block_tables, batch.num_seqs)
+            return write_and_attend(q, k, v, layer, *tables, **options, **scales)
         layer = write_kv(layer, k, v, batch.slot_mapping, implementation=implementation)
-        out = ragged_paged_attention(
-            q, layer, *where, scale=scale, implementation=implementation, plan=plan
-        )
+        out = ragged_paged_attention(q, layer, *where, **options, **scales, plan=plan)
         return out, layer
 
-    def attend_to_decodes(q, k, v, layer):
-        return write_and_attend(
-            q,
-            k,
-            v,
-            layer,
-            batch.kv_lens,
-            batch.block_tables,
-            batch.num_seqs,
-            scale=scale,
-            implementation=implementation,
+    def attend(q, k, v, cache):
+        if not isinstance(cache, ScaledLayer):
+            return attend_stored(q, k, v, cache)
+        keys, values = cache.scales.halves()
+        ones = jnp.ones(k.shape[1], jnp.float32)  # The kernels' own scales, one a head.
+        out, blocks = attend_stored(
+            _to_query_heads(q, keys.scale, 0),
+            keys.to_int8(k),
+            values.to_int8(v),
+            cache.blocks,
+            k_scale=ones,
+            v_scale=ones,
         )
+        out = _to_query_heads(out, values.scale, values.offset)
+        return out, dataclasses.replace(cache, blocks=blocks)
 
-    return attend_to_decodes if is_tpu and decode_only else attend
+    return attend
+
+
+def _to_query_heads(rows: jax.Array, scale: jax.Array, offset: jax.Array | int) -> jax.Array:
+    """rows[T, Hq, D] * scale + offset, those [Hkv, D] of each query head's KV head; rows' dtype."""
+    by_kv_head = rows.astype(jnp.float32).reshape(
+        rows.shape[0], *scale.shape[:1], -1, rows.shape[2]
+    )
+    offset = offset if isinstance(offset, int) else offset[:, None]
+    return (by_kv_head * scale[:, None] + offset).astype(rows.dtype).reshape(rows.shape)

@@ -16,9 +16,11 @@ from paged_jax.calls import Calls
 from paged_jax.compile import StepRunner, enable_persistent_cache
 from paged_jax.config import EngineConfig
 from paged_jax.engine import Engine
+from paged_jax.kv_calibration import calibrate
 from paged_jax.kv_pool import KVPool, uses_tpu_kernels
 from paged_jax.models.loader import LoadedModel, load_model
 from paged_jax.outputs import RequestOutput
+from paged_jax.process_memory import release_unused
 from paged_jax.prompts import (
     ParsedPrompt,
     Prompt,
@@ -44,11 +46,11 @@ class LLM(CacheTools):
       tokenizer: a tokenizer of your own (an AutoTokenizer, a `tokenizers.Tokenizer`) or a folder
         that holds one; None takes the model's.
       skip_tokenizer_init: serve token ids only; texts come back empty.
-      **options: fields of `EngineConfig`: dtype, seed, gpu_memory_utilization,
-        kv_cache_memory_bytes, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
-        enable_prefix_caching, num_gpu_blocks_override, scheduling_policy, preemption_mode,
-        swap_space_bytes, disable_log_stats, warmup and others; what each means and takes by default
-        stands in `help(paged_jax.EngineConfig)`.
+      **options: fields of `EngineConfig`: dtype, quantization, kv_cache_dtype, seed,
+        gpu_memory_utilization, kv_cache_memory_bytes, max_model_len, max_num_seqs,
+        max_num_batched_tokens, block_size, enable_prefix_caching, num_gpu_blocks_override,
+        scheduling_policy, preemption_mode, swap_space_bytes, disable_log_stats, warmup and others;
+        what each means and takes by default stands in `help(paged_jax.EngineConfig)`.
 
     Raises:
       ValueError: an option is out of range, the model is not supported, or the pool cannot hold
@@ -98,6 +100,7 @@ class LLM(CacheTools):
                 f"quantization={self.config.quantization!r}, and the model was loaded with "
                 f"quantization={model.quantization!r}; leave it out, or load the model so"
             )
+        release_unused()  # What loading left, before the pool takes as much again.
         self.model = model
         self._tokenizer: Tokenizer | None = None
         if not skip_tokenizer_init:
@@ -364,16 +367,25 @@ def _as_conversations(messages: Any) -> list[Any]:
 
 def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> Engine:
     device = jax.devices()[0]
-    dtype = jnp.dtype(model.dtype)
+    kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     scheduler_config, buckets = resolve(
-        config, model.config, model.params, dtype=dtype, device=device
+        config, model.config, model.params, dtype=jnp.dtype(kv_dtype), device=device
     )
+    kv_scales = None
+    if kv_dtype == "int8":
+        kv_scales = calibrate(
+            model.params,
+            config=model.config,
+            tokenizer=tokenizer,
+            max_model_len=scheduler_config.max_model_len,
+        )
     try:
         pool = KVPool.create(
             model.config,
             num_blocks=scheduler_config.num_blocks,
             block_size=scheduler_config.block_size,
-            dtype=dtype,
+            dtype=jnp.dtype(kv_dtype),
+            scales=kv_scales,
             for_tpu=uses_tpu_kernels(config.attention_implementation),
         )
     except (jax.errors.JaxRuntimeError, MemoryError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from array import array
+from collections.abc import Sequence
 
 from paged_jax.prefix_cache import ExtraKeys, hash_block
 from paged_jax.prompt_lookup import PromptLookup
@@ -248,6 +249,26 @@ class Request:
         if self.num_output_tokens >= self.params.min_tokens:
             return ()
         return tuple(self.stop_ids.union(self.eos_token_ids))
+
+    def take_tokens(self, token_ids: Sequence[int], draft: Sequence[int] = ()) -> int:
+        """Appends tokens up to one that ends the request, or that its guess in `draft` is not.
+
+        Each is the token that the sequence would have got in a step of its own, since it depends on
+        the tokens before it, the seed and the position alone: so a guess is accepted if it is that
+        token, greedy or not.
+
+        Returns:
+          How many were appended, at least one.
+        """
+        num_taken = 0
+        for token_id in token_ids:
+            self.token_ids.append(token_id)
+            num_taken += 1
+            if self.check_stop():
+                break
+            if draft and (num_taken > len(draft) or token_id != draft[num_taken - 1]):
+                break
+        return num_taken
 
     def check_stop(self) -> bool:
         """Sets why the request ends at its newest token, if it does: EOS, stop id or length."""

@@ -59,6 +59,8 @@ class ScheduledStep:
     moves: BlockMoves = NO_MOVES
     # Rows of logits beyond one a chunk: of tokens that are scored, and of drafts
     num_extra_rows: int = 0
+    # Decode steps that are made in one call, each from the tokens of the one before
+    num_decode_steps: int = 1
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -75,11 +77,23 @@ class ScheduledStep:
             chunk.num_tokens - len(chunk.draft) <= 1 for chunk in self.chunks
         )
 
-    def last_rows(self) -> Sequence[int]:
-        """Where each chunk's rows of logits end: the row of its last token."""
+    @property
+    def is_plain_decode(self) -> bool:
+        """Whether each chunk is of one token, without a guess, and gets one row of logits."""
+        return (
+            self.num_tokens == len(self.chunks)
+            and not self.num_extra_rows
+            and all([chunk[2] for chunk in self.chunks])
+        )
+
+    def end_rows(self) -> Sequence[int]:
+        """Where each chunk's rows of outputs end. They stand chunk after chunk; a decode has one
+        for each step of the call.
+        """
         if not self.num_extra_rows:
-            return range(len(self.chunks))
-        return [end - 1 for end in itertools.accumulate(chunk.num_rows for chunk in self.chunks)]
+            steps = self.num_decode_steps
+            return range(steps, steps * len(self.chunks) + 1, steps)
+        return list(itertools.accumulate(chunk.num_rows for chunk in self.chunks))
 
     @property
     def reads_what_it_writes(self) -> bool:

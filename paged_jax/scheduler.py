@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from paged_jax.block_manager import BlockManager
 from paged_jax.config import SchedulerConfig
 from paged_jax.drafter import Drafter
+from paged_jax.lookahead import extend, steps_at_once
 from paged_jax.preemption import PreemptionCosts
 from paged_jax.request import Request, RequestStatus, check_prompt_length
 from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
@@ -74,16 +75,14 @@ class Scheduler:
                 raise ValueError(
                     f"request_id={member.request_id!r} is in use; give each live request its own"
                 )
-        self.check_length(request.num_prompt_tokens, prefill_only=request.prefill_only)
+        check_prompt_length(
+            request.num_prompt_tokens, self.config.max_model_len, request.prefill_only
+        )
         for member in family:
             member.arrival_index = self._num_arrivals
             self._num_arrivals += 1
             self.requests[member.request_id] = member
         self.waiting.append(request)
-
-    def check_length(self, num_prompt_tokens: int, *, prefill_only: bool = False) -> None:
-        """Raises ValueError unless a prompt of this length fits, and an output token after it."""
-        check_prompt_length(num_prompt_tokens, self.config.max_model_len, prefill_only)
 
     def schedule(self) -> ScheduledStep:
         """Picks the next step's chunks, and gives their requests the blocks that they need."""
@@ -100,13 +99,27 @@ class Scheduler:
         num_running = len(chunks)
         if not preempted and self.waiting:
             chunks += self._fork_children(self._admit(budget))
+        most = self.config.num_decode_steps
+        if preempted or self.drafter or self._could_admit():
+            most = 1
+        num_steps = steps_at_once(chunks, self.blocks, most, seat_is_wanted=bool(self.waiting))
         return ScheduledStep(
             tuple(chunks),
             tuple(preempted),
             num_admitted=len(chunks) - num_running,
             moves=self.blocks.take_moves(),
             num_extra_rows=self._num_extra_rows,
+            num_decode_steps=num_steps,
         )
+
+    def extend(self, step: ScheduledStep) -> ScheduledStep | None:
+        """The step after one whose tokens are not known yet, where it is sure what that is: all
+        requests decode, and nobody is to join them. None otherwise: `update` and `schedule` then.
+        """
+        if self.config.decode_lookahead == 1 or self.drafter or self._could_admit():
+            return None
+        most, waits = self.config.num_decode_steps, bool(self.waiting)
+        return extend(step, self.blocks, most, seat_is_wanted=waits)
 
     def update(
         self, step: ScheduledStep, token_ids: Sequence[Sequence[int] | int]
@@ -118,7 +131,8 @@ class Scheduler:
 
         Args:
           step: what was computed.
-          token_ids: one for each chunk; for a chunk with a draft, one for each of its rows.
+          token_ids: one for each chunk; a list of one for each row where it has a draft, or the
+            step makes several decode steps.
 
         Returns:
           The requests that got a token, with it and its number in this step, from 0; and those that
@@ -134,11 +148,14 @@ class Scheduler:
                 continue
             # Before the new token is appended: it is what tells a last chunk from the others.
             end, num_known = start + num_tokens, len(request.token_ids)
-            if draft:
-                self._take_drafted(chunk, sampled, results)  # pyright: ignore[reportArgumentType]
+            if draft or step.num_decode_steps > 1:
+                self._take_several(chunk, sampled, results)  # pyright: ignore[reportArgumentType]
+                if request.first_token_time is None:
+                    request.first_token_time = now
                 continue
             request.num_computed_tokens = end
             if end // block_size > request.num_folded_blocks:
+                self.blocks.cache_full_blocks(request, end)  # It was not, in a step that followed.
                 self.blocks.fold_duplicates(request)
             if request.score_start is not None and end >= request.num_prompt_tokens - 1:
                 request.score_start = None
@@ -157,23 +174,19 @@ class Scheduler:
             results.append((request, sampled, 0))  # pyright: ignore[reportArgumentType]
         return results
 
-    def _take_drafted(
-        self, chunk: ScheduledChunk, sampled: Sequence[int], results: list[tuple[Request, int, int]]
+    def _take_several(
+        self,
+        chunk: ScheduledChunk,
+        sampled: Sequence[int],
+        results: list[tuple[Request, int, int]],
     ) -> None:
-        """Takes the tokens that a draft's rows gave, as far as the draft was right, and one more.
-
-        Each row's token is the one that the sequence would have got without a draft, since it
-        depends on the tokens before it, the seed and the position alone: so a guess is accepted if
-        it is that token, greedy or not.
-        """
-        request, draft, number = chunk.request, chunk.draft, 0
-        for number, token_id in enumerate(sampled):
-            request.token_ids.append(token_id)
-            request.num_computed_tokens = chunk.start + number + 1
-            results.append((request, token_id, number))
-            if request.check_stop() or number == len(draft) or token_id != draft[number]:
-                break
-        self.drafter.learn(request, draft, number)
+        request, start, _, draft = chunk
+        num_taken = request.take_tokens(sampled, draft)
+        request.num_computed_tokens = start + num_taken
+        results += [(request, token_id, i) for i, token_id in enumerate(sampled[:num_taken])]
+        if draft:
+            self.drafter.learn(request, draft, num_taken - 1)
+        self.blocks.cache_full_blocks(request, request.num_computed_tokens)
         if request.finish_reason is not None:
             self.finish(request)
         else:
@@ -262,10 +275,6 @@ class Scheduler:
             self.held.pop(request.request_id, None)  # Held already, in the step that failed.
             self.requests[request.request_id] = request
             self.waiting.append(request)
-
-    def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix; False, with nothing changed, while any block is in use."""
-        return self.blocks.reset_prefix_cache()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless blocks, tables and queues agree. Between steps only."""
@@ -392,6 +401,10 @@ class Scheduler:
         end = min(start + num_tokens, max(start, request.score_start - 1) + num_rows)
         self._num_extra_rows += request.num_rows(start, end) - 1
         return end - start
+
+    def _could_admit(self) -> bool:
+        """Whether a request waits though there is a seat: for blocks, or only for the next step."""
+        return bool(self.waiting) and self._has_seat()
 
     def _has_seat(self) -> bool:
         """Whether one more sequence may run; each takes a row of logits, as scored tokens do."""

@@ -6,8 +6,6 @@ import os
 import pathlib
 from typing import Any
 
-import jax
-
 from paged_jax.batch import Buckets
 from paged_jax.block_mover import swap_temporary_bytes
 from paged_jax.compile import lower_step, temporary_bytes
@@ -28,6 +26,9 @@ def resolve(
 ) -> tuple[SchedulerConfig, Buckets]:
     """Settles every limit of an engine, and the shapes of its steps.
 
+    Args:
+      dtype: of the KV pool, which need not be the weights'.
+
     Raises:
       ValueError: max_model_len is beyond the model's; or the pool can't hold one request of the
         maximum length, naming the longest that would fit.
@@ -40,6 +41,7 @@ def resolve(
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         512 if on_cpu else 2048, max_num_seqs
     )
+    decode_lookahead = config.decode_lookahead or (1 if on_cpu or config.speculation else 8)
     buckets = Buckets.choose(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -47,6 +49,7 @@ def resolve(
         block_size=config.block_size,
         decodes_append=uses_tpu_kernels(config.attention_implementation),
         drafts=config.speculation is not None,
+        num_decode_steps=max(decode_lookahead // 2, 1),
     )
     pool_form: dict[str, Any] = dict(
         block_size=config.block_size,
@@ -96,6 +99,7 @@ def resolve(
         num_host_blocks=num_host_blocks,
         enable_host_prefix_cache=config.enable_host_prefix_cache,
         num_speculative_tokens=config.num_speculative_tokens if config.speculation else 0,
+        decode_lookahead=decode_lookahead,
     )
     num_tokens = (num_blocks - 1) * config.block_size
     logger.info("Available KV cache memory: %.2f GiB", num_blocks * bytes_a_block / GIB)
@@ -151,7 +155,7 @@ def _device_room(
         raise ValueError(
             f"{device} does not report its memory; set kv_cache_memory_bytes to the pool's size"
         )
-    small_pool = jax.eval_shape(lambda: KVPool.create(model, num_blocks=2, **pool_form))
+    small_pool = KVPool.abstract(model, num_blocks=2, **pool_form)
     largest = lower_step(
         params,
         small_pool,

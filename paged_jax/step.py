@@ -50,11 +50,11 @@ def forward(
         decode_only=decode_only,
         implementation=attention_implementation,
     )
-    hidden, layers = model.forward(
+    hidden, caches = model.forward(
         params,
         batch.token_ids,
         batch.positions,
-        pool.layers,
+        pool.caches,
         attend,
         config=config,
         tensor_axis=tensor_axis,
@@ -62,7 +62,7 @@ def forward(
     # Only the tokens that are asked for meet the output head, the widest product of all.
     rows = hidden[batch.sample_rows]
     logits = model.logits(params, rows, config=config, tensor_axis=tensor_axis)
-    return KVPool(layers=tuple(layers), head_dim=pool.head_dim), logits
+    return pool.with_caches(caches), logits
 
 
 def sample_step(
@@ -75,8 +75,12 @@ def sample_step(
     decode_only: bool = False,
     attention_implementation: str | None = None,
     tensor_axis: str | None = None,
+    is_plain: bool = False,
 ) -> tuple[KVPool, SamplerOutput]:
-    """`forward`, and one sampled token for each sequence; the engine's whole device step."""
+    """`forward`, and one sampled token for each sequence; the engine's whole device step.
+
+    is_plain: as for `sample`; static.
+    """
     pool, logits = forward(
         params,
         pool,
@@ -86,4 +90,4 @@ def sample_step(
         attention_implementation=attention_implementation,
         tensor_axis=tensor_axis,
     )
-    return pool, sample(logits, sampling)
+    return pool, sample(logits, sampling, is_plain=is_plain)

@@ -93,18 +93,30 @@ def engine_entries(topology: str) -> list[Entry]:
     # Each takes up to half a minute: the others, and shares of what fits whole, are for long runs.
     quick_names = {"decode step smollm2-135m", "mixed step smollm2-135m"}
     quick_names.add(f"decode step llama3-8b{'' if 'llama3-8b' in models else '/8'}")
+    quick_names |= {"decode step smollm2-135m int8 KV", "mixed step smollm2-135m int8 KV"}
+    quick_names.add("decode step smollm2-135m int8")
+    forms = {
+        "": {},
+        " int8 KV": dict(kv_dtype="int8"),
+        " int8": dict(quantization="int8"),
+    }
     return [
         Entry(
             name=name,
             quick=name in quick_names,
             make_program=functools.partial(
-                ep.engine_step, ep.MODELS[model], lengths, implementation=IMPLEMENTATION
+                ep.engine_step,
+                ep.MODELS[model],
+                lengths,
+                implementation=IMPLEMENTATION,
+                **options,
             ),
             max_temporary_bytes=ep.LAYER_POOL_BYTES // 2,
         )
         for model in models
         for step, lengths in ep.STEPS.items()
-        for name in [f"{step} step {model}"]
+        for suffix, options in forms.items()
+        for name in [f"{step} step {model}{suffix}"]
     ]
 
 

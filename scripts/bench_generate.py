@@ -20,15 +20,22 @@ import numpy as np
 from absl import app, flags
 
 from paged_jax import LLM, SamplingParams, demo_model_path, make_sampling, sample
+from paged_jax.config import KV_CACHE_DTYPES
 
 MODEL = flags.DEFINE_string("model", "demo", 'A .gguf file, folder or hub id, or "demo".')
 NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Requests.", lower_bound=1)
 PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "Tokens a prompt.", lower_bound=1)
 OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "Tokens an output.", lower_bound=1)
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 32, "Most sequences in a step.", lower_bound=1)
-DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of weights and cache.")
+DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the weights.")
 QUANTIZATION = flags.DEFINE_enum(
     "quantization", None, ["int8", "int8_weight_only"], "Of the weights."
+)
+KV_CACHE_DTYPE = flags.DEFINE_enum(
+    "kv_cache_dtype", "auto", KV_CACHE_DTYPES, "Of the KV cache; auto is the weights' dtype."
+)
+DECODE_LOOKAHEAD = flags.DEFINE_integer(
+    "decode_lookahead", None, "Tokens decoded ahead of what was read; the engine's choice if unset."
 )
 ROUNDS = flags.DEFINE_integer("rounds", 3, "Measured rounds; medians are reported.", lower_bound=1)
 
@@ -90,6 +97,8 @@ def main(argv: list[str]) -> None:
         model,
         dtype=DTYPE.value,
         quantization=QUANTIZATION.value,
+        kv_cache_dtype=KV_CACHE_DTYPE.value,
+        decode_lookahead=DECODE_LOOKAHEAD.value,
         max_model_len=length,
         max_num_seqs=MAX_NUM_SEQS.value,
         skip_tokenizer_init=True,
@@ -126,6 +135,8 @@ def main(argv: list[str]) -> None:
                 "max_num_seqs": MAX_NUM_SEQS.value,
                 "dtype": DTYPE.value,
                 "quantization": QUANTIZATION.value,
+                "kv_cache_dtype": KV_CACHE_DTYPE.value,
+                "decode_lookahead": llm.engine.config.decode_lookahead,
                 "backend": jax.default_backend(),
                 "jax": jax.__version__,
                 "python": platform.python_version(),

@@ -33,6 +33,7 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
+import jax
 import numpy as np
 from absl import app, flags
 
@@ -74,6 +75,10 @@ class FakeRunner:
         self.mover = SimpleNamespace(bytes_a_block=BLOCK_SIZE * 1024, transfer_bytes=0)
         self.called_at = self.returned_at = (0.0, 0.0)
         self._rng = rng
+
+    def decode(self, shape, call, moves) -> tuple[Any, SamplerOutput]:
+        output = self.run(shape, None, call.sampling, moves)
+        return call.rows, jax.tree.map(lambda x: x[None], output)
 
     def run(self, shape, batch, sampling, moves) -> SamplerOutput:
         self.called_at = clocks()

@@ -7,12 +7,16 @@ import functools
 from typing import Any
 
 import kernel_programs as kp
+import numpy as np
 from tpu_aot import Program, tree_bytes
 
 from paged_jax.batch import make_batch, make_sampling
+from paged_jax.decode_loop import decode_steps
+from paged_jax.decode_rows import DecodeCall, DecodeRows, no_stops
 from paged_jax.kv_pool import KVPool
 from paged_jax.models.config import ModelConfig, RopeConfig
 from paged_jax.models.params import abstract_params
+from paged_jax.models.quantized import Quantization
 from paged_jax.models.registry import model_module
 from paged_jax.step import sample_step
 
@@ -42,6 +46,8 @@ LLAMA3_8B = ModelConfig(
     rms_norm_eps=1e-5,
     rope=RopeConfig(theta=5e5),
 )
+# Of a call that decodes: half of the engine's lookahead.
+DECODE_STEPS = 4
 # Twice a step's temporaries and more, so that the copy of one layer would show.
 LAYER_POOL_BYTES = 256 * 2**20
 # What one of 8 tensor-parallel devices computes, without the sums between them.
@@ -67,16 +73,21 @@ def engine_step(
     *,
     implementation: str,
     block_size: int = 16,
+    kv_dtype: str = "bfloat16",
+    quantization: Quantization | None = None,
     layer_pool_bytes: int = LAYER_POOL_BYTES,
 ) -> Program:
-    """One step of the engine over a batch, in bfloat16: weights and pool are shapes."""
+    """One step of the engine over a batch, in bfloat16: weights and pool are shapes.
+
+    Of decodes alone, it is a call of up to `DECODE_STEPS` steps.
+    """
     heads = kp.AttentionShape(
         name="",
         num_q_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
     )
-    pool = kp.pool_of_bytes(layer_pool_bytes, heads, block_size=block_size, dtype="bfloat16")
+    pool = kp.pool_of_bytes(layer_pool_bytes, heads, block_size=block_size, dtype=kv_dtype)
     longest = config.max_position_embeddings
     lengths = dataclasses.replace(lengths, max_kv_tokens=longest)
     _, tables, _, _ = lengths.arrays(block_size, pool.num_blocks)
@@ -86,28 +97,41 @@ def engine_step(
         tables.tolist(),
         block_size=block_size,
     )
-    layer = pool.layer(*heads.pool_key)
-    layers: Any = (layer,) * config.num_layers  # shapes where a step has arrays
-    kv_pool = KVPool(layers=layers, head_dim=config.head_dim)
-    step = functools.partial(
-        _step,
-        config=config,
-        decode_only=lengths.is_decode_only,
-        attention_implementation=implementation,
+    kv_pool = KVPool.abstract(
+        config, num_blocks=pool.num_blocks, block_size=block_size, dtype=kv_dtype, for_tpu=True
     )
-    params = abstract_params(model_module(config).param_specs(config), "bfloat16")
+    sampling = make_sampling([], [], [], num_seqs=lengths.num_seqs)
+    static = dict(config=config, attention_implementation=implementation)
+    if lengths.is_decode_only:
+        starts = batch.positions
+        rows = DecodeRows(token_ids=batch.token_ids, positions=starts, num_left=starts)
+        stops = no_stops(lengths.num_seqs)
+        inputs: tuple[Any, ...] = (
+            DecodeCall(rows, batch.block_tables, sampling, stops, np.int32(DECODE_STEPS)),
+        )
+        step = functools.partial(_decode, max_steps=DECODE_STEPS, **static)
+    else:
+        inputs = batch, sampling
+        step = functools.partial(_step, **static)
+    params = abstract_params(model_module(config).param_specs(config), "bfloat16", quantization)
     return Program(
         function=step,
-        args=(params, kv_pool, batch, make_sampling([], [], [], num_seqs=lengths.num_seqs)),
+        args=(params, kv_pool, *inputs),
         donated=(1,),
         aliased_bytes=tree_bytes(kv_pool),
         # The copy of a single layer would be one too many.
-        pool_bytes=tree_bytes(layer),
+        pool_bytes=tree_bytes(kv_pool.layers[0]),
+        # Of each layer qkv, out, gate with up, and down; and the output head.
+        int8_products=4 * config.num_layers + 1 if quantization == "int8" else 0,
     )
 
 
 def _step(params, pool, batch, sampling, **options):
     return sample_step(params, pool, batch, sampling, **options)
+
+
+def _decode(params, pool, call, **options):
+    return decode_steps(params, pool, call, **options)
 
 
 def fits(config: ModelConfig, hbm_bytes: int) -> bool:

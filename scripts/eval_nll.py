@@ -1,6 +1,7 @@
 """How well a model predicts texts, and what quantisation costs: mean negative log-likelihood.
 
     python scripts/eval_nll.py --input=gsm8k_test.jsonl --quantization=int8 --num_texts=100
+    python scripts/eval_nll.py --input=gsm8k_test.jsonl --kv_cache_dtype=int8
 
 Scores every token of each text but the first by `prompt_logprobs`, with the float32 model too, and
 compares. Rows of the input are JSON objects; the texts are their fields (question and answer by
@@ -11,10 +12,12 @@ their relative difference, and how often both find the same token the likeliest.
 import json
 import logging
 import pathlib
+from typing import Any
 
 from absl import app, flags
 
 from paged_jax import LLM, SamplingParams, demo_model_path
+from paged_jax.config import KV_CACHE_DTYPES
 
 MODEL = flags.DEFINE_string("model", "demo", 'A .gguf file, folder or hub id, or "demo".')
 INPUT = flags.DEFINE_string("input", None, "A file of JSON rows.", required=True)
@@ -22,7 +25,10 @@ FIELDS = flags.DEFINE_list("fields", ["question", "answer"], "Fields that make a
 NUM_TEXTS = flags.DEFINE_integer("num_texts", 100, "Rows to take.", lower_bound=1)
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 400, "Longer texts are cut.", lower_bound=2)
 QUANTIZATION = flags.DEFINE_enum(
-    "quantization", "int8", ["int8", "int8_weight_only"], "What is compared with float32."
+    "quantization", None, ["int8", "int8_weight_only"], "Of what is compared with float32."
+)
+KV_CACHE_DTYPE = flags.DEFINE_enum(
+    "kv_cache_dtype", "auto", KV_CACHE_DTYPES, "Of what is compared with float32."
 )
 
 
@@ -33,12 +39,15 @@ def read_texts() -> list[str]:
     return ["\n".join(str(row[field]) for field in FIELDS.value) for row in rows]
 
 
-def score(model: str, texts: list[str], quantization: str | None) -> list[tuple[float, int]]:
-    """(log-probability, likeliest token) of every scored token of all texts, in order."""
+def score(model: str, texts: list[str], **options: Any) -> list[tuple[float, int]]:
+    """(log-probability, likeliest token) of every scored token of all texts, in order.
+
+    options: of the LLM.
+    """
     llm = LLM(
         model,
         dtype="float32",
-        quantization=quantization,
+        **options,
         max_model_len=MAX_TOKENS.value + 1,
         max_num_seqs=128,
         max_num_batched_tokens=256,
@@ -63,16 +72,20 @@ def main(argv: list[str]) -> None:
     logging.getLogger("jax").setLevel(logging.WARNING)
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if QUANTIZATION.value is None and KV_CACHE_DTYPE.value == "auto":
+        raise app.UsageError("nothing to compare: give --quantization or --kv_cache_dtype")
     model = str(demo_model_path()) if MODEL.value == "demo" else MODEL.value
     texts = read_texts()
-    plain, quantized = (score(model, texts, q) for q in (None, QUANTIZATION.value))
+    options = {"quantization": QUANTIZATION.value, "kv_cache_dtype": KV_CACHE_DTYPE.value}
+    plain, quantized = score(model, texts), score(model, texts, **options)
     nll, quantized_nll = (-sum(p for p, _ in s) / len(s) for s in (plain, quantized))
     same = sum(a == b for (_, a), (_, b) in zip(plain, quantized, strict=True))
     figures = {
+        **options,
         "num_texts": len(texts),
         "num_tokens": len(plain),
         "nll_float32": nll,
-        f"nll_{QUANTIZATION.value}": quantized_nll,
+        "nll_quantized": quantized_nll,
         "relative_difference": quantized_nll / nll - 1,
         "greedy_agreement": same / len(plain),
     }

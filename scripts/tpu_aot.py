@@ -140,7 +140,8 @@ class Compiler:
         memory = compiled.memory_analysis()
         assert memory is not None, "libtpu gives no account of memory"
         vmem = tpu_static.read_vmem(self.dump_folder)
-        names = tpu_static.parse_kernel_names(compiled.as_text() or "")
+        hlo = compiled.as_text() or ""
+        names = tpu_static.parse_kernel_names(hlo)
         # A kernel that needs no VMEM is not in the report.
         kernels = [vmem[name] for name in names if name in vmem]
         return Compilation(
@@ -150,6 +151,7 @@ class Compiler:
             spill_bytes=max((use.spill_bytes for use in kernels), default=0),
             vmem_bytes=max((use.total_bytes for use in kernels), default=0),
             kernel_names=names,
+            int8_products=tpu_static.count_int8_products(hlo),
         )
 
     def profile(self, program: Program, *, scalars_of: Program | None = None) -> Profile:
@@ -193,6 +195,7 @@ class Program:
       donated: indices of the donated arguments.
       aliased_bytes: how many bytes the program must update in place; 0 if it only reads.
       pool_bytes: the size of the KV pool among the arguments, so that a copy of it shows.
+      int8_products: how many matrix products must reach the matrix unit in int8, both factors.
     """
 
     function: Callable[..., Any]
@@ -200,6 +203,7 @@ class Program:
     donated: tuple[int, ...] = ()
     aliased_bytes: int = 0
     pool_bytes: int = 0
+    int8_products: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -212,6 +216,7 @@ class Compilation:
     spill_bytes: int
     vmem_bytes: int
     kernel_names: frozenset[str] = frozenset()
+    int8_products: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,6 +317,11 @@ def fault(compilation: Compilation, program: Program, *, max_temporary_bytes: in
         return (
             f"{compilation.aliased_bytes:,} bytes are updated in place, not the pool's "
             f"{program.aliased_bytes:,}"
+        )
+    if compilation.int8_products < program.int8_products:
+        return (
+            f"{compilation.int8_products} products of int8 with int8, of {program.int8_products}: "
+            "the others are widened first"
         )
     return ""
 

@@ -130,6 +130,13 @@ def parse_kernel_names(hlo: str) -> frozenset[str]:
     return frozenset(name[1] for name in names if name)
 
 
+def count_int8_products(hlo: str) -> int:
+    """Matrix products of int8 with int8 in a program's text, summed in int32."""
+    dtypes = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", hlo))
+    operands = re.findall(r"= s32\[[^=]*? (?:convolution|dot)\((%[\w.-]+), (%[\w.-]+)\)", hlo)
+    return sum(dtypes.get(a) == dtypes.get(b) == "s8" for a, b in operands)
+
+
 def op_name_of_listing(file_name: str) -> str | None:
     """The operation that a listing of final bundles is about; None for the program's frame."""
     match = re.fullmatch(r"\d+-(.+)-\d+-final_bundles\.txt", file_name)

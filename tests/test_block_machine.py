@@ -195,7 +195,7 @@ class BlockMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self):
         in_use = any(r.block_ids or r.host_block_ids for r in self._sequences())
         in_use = in_use or bool(self.scheduler.blocks.pins.blocks)
-        assert self.scheduler.reset_prefix_cache() == (not in_use)
+        assert self.scheduler.blocks.reset_prefix_cache() == (not in_use)
         if not in_use:
             assert len(self.scheduler.blocks.pool.prefix_cache) == 0
 
@@ -265,7 +265,7 @@ class BlockMachine(RuleBasedStateMachine):
         pools += [scheduler.blocks.host.pool] if scheduler.blocks.host else []
         for pool in pools:
             assert sorted(pool.free_queue()) == list(range(1, pool.num_blocks)), "not all are free"
-        assert scheduler.reset_prefix_cache()
+        assert scheduler.blocks.reset_prefix_cache()
         stats = vars(scheduler.blocks.stats)
         self.reached.update(stats)
         self.reached.update(

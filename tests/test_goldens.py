@@ -76,6 +76,21 @@ def cramped(demo_model_path):
     )
 
 
+@pytest.fixture(scope="module")
+def ahead(demo_model_path):
+    """Eight seats, so that half of the goldens wait while the others are decoded ahead."""
+    return LLM(
+        demo_model_path,
+        dtype="float32",
+        num_gpu_blocks_override=260,
+        max_model_len=448,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        decode_lookahead=8,
+        warmup=False,
+    )
+
+
 def check_all_free(llm):
     scheduler = llm.engine.scheduler
     scheduler.check_integrity()
@@ -96,6 +111,13 @@ def test_with_preemption_and_prefill_chunks_of_16(cramped):
     check(GOLDENS, chat_all(cramped))
     assert cramped.get_metrics()["num_preemptions"] > 0
     assert cramped.engine.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_decoded_ahead_of_what_is_read(ahead):
+    check(GOLDENS, chat_all(ahead))
+    times = ahead.engine.metrics.steps["decode"]
+    assert times.num_tokens > 600
+    assert ahead.engine.scheduler.blocks.pool.num_used_blocks == 0
 
 
 def test_alone(cramped):

@@ -181,6 +181,7 @@ def test_a_process_that_dies_is_replaced():
 
 def _compilation(**changes: int):
     made = dict(seconds=1.0, temporary_bytes=0, aliased_bytes=1000, spill_bytes=0, vmem_bytes=0)
+    made["int8_products"] = 9
     return tpu_aot.Compilation(**made | changes)
 
 
@@ -192,10 +193,13 @@ def _compilation(**changes: int):
         (dict(temporary_bytes=501), "more than 500"),
         (dict(spill_bytes=65_537), "spilled"),
         (dict(aliased_bytes=999), "in place"),
+        (dict(int8_products=8), "8 products of int8 with int8, of 9"),
     ],
 )
 def test_what_counts_as_failed(changes, reason):
-    program = tpu_aot.Program(function=abs, args=(), aliased_bytes=1000, pool_bytes=1000)
+    program = tpu_aot.Program(
+        function=abs, args=(), aliased_bytes=1000, pool_bytes=1000, int8_products=9
+    )
     found = tpu_aot.fault(_compilation(**changes), program, max_temporary_bytes=500)
     assert reason in found and bool(found) == bool(reason)
 
@@ -280,6 +284,29 @@ def test_a_few_kernels_compile(topology):
     assert finished.returncode == 0, finished.stdout + finished.stderr
     found = _last_line(finished)
     assert (found["compiled"], found["refused"], found["failed"]) == (4, 0, 0)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("topology", ["v5e", "v6e"])
+def test_an_int8_step_multiplies_in_int8(topology):
+    """Every matrix product of the step: one widened would pass all other checks."""
+    program = f"""
+import sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+import dataclasses, engine_programs as ep, tpu_aot
+config = dataclasses.replace(ep.SMOLLM2_135M, num_layers=2)
+compiler = tpu_aot.Compiler.open({topology!r})
+for quantization in ("int8", "int8_weight_only"):
+    program = ep.engine_step(
+        config, ep.DECODE, implementation="tpu", quantization=quantization
+    )
+    program = dataclasses.replace(program, int8_products=9)
+    print(tpu_aot.check(compiler, lambda: program, max_temporary_bytes=2**30))
+"""
+    finished = _run("-c", program)
+    int8, weight_only = finished.stdout.splitlines()
+    assert "status='compiled'" in int8, int8
+    assert "0 products of int8 with int8, of 9" in weight_only
 
 
 @needs_libtpu

@@ -1,0 +1,149 @@
+"""Matrix products as C++, for CPUs where a compiler is found: x[N, in] @ weight[out, in].T.
+
+The kernel is `matmul_cpu.cc`, which says how it works; it is built on first use (`native_build`)
+and called through XLA's foreign function interface, on XLA's own threads. It is an operation like
+any other: under jit, in loops, under shard_map, in XLA's persistent cache. vmap runs it one batch
+after another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import pathlib
+
+import jax
+import jax.ffi
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tpu_runtime
+from pallas_kernels.native_build import NativeBuildError, build_library, source_digest
+
+_FOLDER = pathlib.Path(__file__).parent
+SOURCE = _FOLDER / "matmul_cpu.cc"
+HEADERS = tuple(
+    _FOLDER / name
+    for name in (
+        "matmul_cpu_hadamard.h",
+        "matmul_cpu_panel.h",
+        "matmul_cpu_threads.h",
+        "attention_cpu_math.h",
+    )
+)
+_X_DTYPES = (jnp.float32, jnp.bfloat16)
+_WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
+
+_log = logging.getLogger(__name__)
+
+
+def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
+    """Why the kernel cannot run here on these arguments; None if it can.
+
+    The first call of a process builds or loads the kernel.
+    """
+    if jax.default_backend() != "cpu":
+        return f"the default backend is {jax.default_backend()!r}, no CPU"
+    if tpu_runtime.interpret_mode() is False:
+        return "the program is compiled for a TPU"
+    if x.dtype not in _X_DTYPES:
+        return f"x has dtype {x.dtype}; use float32 or bfloat16"
+    if weight.dtype not in _WEIGHT_DTYPES:
+        return f"weight has dtype {weight.dtype}; use float32, bfloat16 or int8"
+    return missing_reason()
+
+
+def matmul(
+    x: jax.Array,
+    weight: jax.Array,
+    weight_scale: jax.Array | None = None,
+    *,
+    quantizes_x: bool = False,
+    hadamard_size: int = 1,
+    target: str | None = None,
+) -> jax.Array:
+    """x @ weight.T, times the scale of each output. Only where `unsupported_reason` is None.
+
+    A row's result has the same bits whatever rows stand beside it.
+
+    Args:
+      x: float32 or bfloat16 [N, in], in at least 1.
+      weight: float32, bfloat16 or int8 [out, in], each row's numbers side by side.
+      weight_scale: float32[out], or None for ones.
+      quantizes_x: rounds each row of x to int8 by its own largest absolute value, half to even,
+        and sums in int32, exact; only with int8 weights. A row that holds NaN or an infinity comes
+        out as NaN. Otherwise numbers are widened to float32, multiplied and summed so.
+      hadamard_size: a power of two that divides `in`: where x is quantised, each block of so many
+        columns is first multiplied by the Hadamard matrix of that size (Sylvester's, of 1 and -1),
+        as the weight's columns have been. 1 leaves x as it is.
+      target: of `register`, for another build than this machine's own.
+
+    Returns:
+      float32[N, out].
+
+    Raises:
+      ValueError: shapes or dtypes do not fit each other; the message names them.
+    """
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or not x.shape[1]:
+        raise ValueError(
+            f"x {x.shape} and weight {weight.shape} do not fit: give [N, in] and [out, in]"
+        )
+    if quantizes_x and weight.dtype != jnp.int8:
+        raise ValueError(f"quantizes_x needs int8 weights, these are {weight.dtype}")
+    if hadamard_size < 1 or hadamard_size & (hadamard_size - 1) or x.shape[1] % hadamard_size:
+        raise ValueError(
+            f"hadamard_size={hadamard_size}: give a power of two that divides the {x.shape[1]} "
+            "columns of x"
+        )
+    if hadamard_size > 1 and not quantizes_x:
+        raise ValueError(f"hadamard_size={hadamard_size} needs quantizes_x=True")
+    if weight_scale is None:  # An empty array stands for none.
+        weight_scale = jnp.zeros(0, jnp.float32)
+    elif weight_scale.shape != weight.shape[:1]:
+        raise ValueError(
+            f"weight_scale has shape {weight_scale.shape}; give one for each row of weight "
+            f"{weight.shape}"
+        )
+    call = jax.ffi.ffi_call(
+        target or _target_name(),
+        jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32),
+        vmap_method="sequential",
+    )
+    return call(
+        x,
+        weight,
+        weight_scale.astype(jnp.float32),
+        quantizes_x=quantizes_x,
+        hadamard_size=np.int64(hadamard_size),
+    )
+
+
+def register(library: pathlib.Path, target: str) -> str:
+    """Makes a built kernel known to XLA under a name; returns how it multiplies int8.
+
+    Raises:
+      OSError, AttributeError: it cannot be loaded, or is another library.
+    """
+    loaded = ctypes.CDLL(str(library))
+    handler = jax.ffi.pycapsule(loaded.PagedMatmul)
+    loaded.PagedMatmulInt8Product.restype = ctypes.c_char_p
+    jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    return loaded.PagedMatmulInt8Product().decode()
+
+
+@functools.cache
+def _target_name() -> str:
+    """With the sources' digest, so that no program from XLA's cache meets a kernel of another."""
+    return f"paged_matmul_{source_digest((SOURCE, *HEADERS))}"
+
+
+@functools.cache
+def missing_reason() -> str | None:
+    """Builds and registers the kernel, once a process; why it is not there, or None."""
+    try:
+        register(build_library(SOURCE, HEADERS), _target_name())
+    except (NativeBuildError, OSError, AttributeError) as error:
+        _log.info("matrix products on CPU run in XLA, without their C++ kernel: %s", error)
+        return f"there is no C++ kernel: {error}"
+    return None

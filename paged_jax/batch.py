@@ -72,6 +72,13 @@ class StepBatch:
     sample_rows: Array
 
 
+class StepCall(NamedTuple):
+    """What a call of one step is made of, besides weights and pool."""
+
+    batch: StepBatch
+    sampling: SamplingBatch
+
+
 class StepShape(NamedTuple):
     """What tells one compiled step from another; sizes are those of a bucket."""
 

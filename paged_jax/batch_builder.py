@@ -10,7 +10,7 @@ import numpy as np
 
 from paged_jax.batch import (
     Buckets,
-    StepBatch,
+    StepCall,
     StepShape,
     join_sampling,
     make_batch,
@@ -29,7 +29,7 @@ _request = attrgetter("request")
 
 def build_step(
     step: ScheduledStep, buckets: Buckets, *, block_size: int
-) -> tuple[StepShape, StepBatch, SamplingBatch]:
+) -> tuple[StepShape, StepCall]:
     """The shape of a scheduled step that is no `build_decode`'s, and its padded numpy arrays.
 
     Every chunk has a sampling row, one that is scored has several, chunk after chunk. What is
@@ -55,7 +55,7 @@ def build_step(
         num_seqs=shape.num_seqs,
         table_width=buckets.table_width,
     )
-    return shape, batch, _sampling(rows, shape.num_seqs)
+    return shape, StepCall(batch, _sampling(rows, shape.num_seqs))
 
 
 def build_decode(

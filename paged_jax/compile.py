@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from tqdm.auto import tqdm
 
-from paged_jax.batch import Buckets, StepBatch, StepShape, empty_batch, make_sampling
+from paged_jax.batch import Buckets, StepCall, StepShape, empty_batch, make_sampling
 from paged_jax.block_mover import BlockMover
 from paged_jax.block_moves import NO_MOVES, BlockMoves
 from paged_jax.decode_loop import decode_steps
@@ -104,33 +104,22 @@ class StepRunner:
         self.temporary_bytes = 0
 
     def run(
-        self,
-        shape: StepShape,
-        batch: StepBatch,
-        sampling: SamplingBatch,
-        moves: BlockMoves = NO_MOVES,
-    ) -> SamplerOutput:
-        """Dispatches a step, after what is moved for it; returns its outputs, still on device."""
-        if moves:
-            self.move(moves)
-        program = self._programs.get(shape) or self._program_for(shape, sampling)
-        self.pool, output = program(self.params, pool=self.pool, batch=batch, sampling=sampling)
-        return output
-
-    def decode(
-        self, shape: StepShape, call: DecodeCall, moves: BlockMoves = NO_MOVES
-    ) -> tuple[DecodeRows, SamplerOutput]:
-        """Dispatches a call of decode steps, after what is moved for it.
+        self, shape: StepShape, call: StepCall | DecodeCall, moves: BlockMoves = NO_MOVES
+    ) -> tuple[DecodeRows | None, SamplerOutput]:
+        """Dispatches a step, or a call of decode steps, after what is moved for it.
 
         Returns:
-          Where its rows stand then, and the outputs of each step, [num_decode_steps, S, ...]; all
-          still on device.
+          Where the rows of a decode stand then, and what was sampled: of a decode for each of its
+          steps, [num_decode_steps, S, ...]. All still on device.
         """
         if moves:
             self.move(moves)
         program = self._programs.get(shape) or self._program_for(shape, call.sampling)
-        self.pool, rows, output = program(self.params, pool=self.pool, call=call)
-        return rows, output
+        if isinstance(call, DecodeCall):
+            self.pool, rows, output = program(self.params, pool=self.pool, call=call)
+            return rows, output
+        self.pool, output = program(self.params, pool=self.pool, **call._asdict())
+        return None, output
 
     @property
     def num_programs(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from paged_jax.batch import StepShape
+from paged_jax.batch import StepCall, StepShape
 from paged_jax.batch_builder import build_decode, build_step, continue_decode
 from paged_jax.compile import StepRunner
 from paged_jax.decode_rows import DecodeCall, DecodeRows
@@ -34,7 +34,8 @@ class Flight:
       step: what it computes.
       output: what it samples, on the device.
       shape: which program it is.
-      decode: the call and the rows it leaves, if it decodes; None otherwise.
+      call: what it was given.
+      rows: where they stand then, on the device, if it decodes; None otherwise.
       dispatched: when it was, in seconds of `time.perf_counter`.
       schedule_seconds: what the host took to make it.
     """
@@ -42,7 +43,8 @@ class Flight:
     step: ScheduledStep
     output: SamplerOutput
     shape: StepShape
-    decode: tuple[DecodeCall, DecodeRows] | None
+    call: StepCall | DecodeCall
+    rows: DecodeRows | None
     dispatched: float
     schedule_seconds: float
 
@@ -85,19 +87,16 @@ class Dispatcher:
             return None
         goes_on = scheduler.config.decode_lookahead > 1
         built = build_decode(step, runner.buckets, goes_on=goes_on)
-        if built is not None:
-            return self._decode(step, *built, started)
-        block_size = scheduler.config.block_size
-        shape, batch, sampling = build_step(step, runner.buckets, block_size=block_size)
-        dispatched = time.perf_counter()
-        output = runner.run(shape, batch, sampling, step.moves)
-        return Flight(step, output, shape, None, dispatched, dispatched - started)
+        if built is None:
+            built = build_step(step, runner.buckets, block_size=scheduler.config.block_size)
+        return self._dispatch(step, *built, started)
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Dispatches the step after a flight that was not read yet, where it is known."""
         started = time.perf_counter()
-        if flight.decode is None or self._scheduler.config.decode_lookahead == 1:
+        if flight.rows is None or self._scheduler.config.decode_lookahead == 1:
             return None
+        assert isinstance(flight.call, DecodeCall)
         chunks, buckets = flight.step.chunks, self._runner.buckets
         num_live = sum(chunk.request.status is RequestStatus.RUNNING for chunk in chunks)
         if buckets.shape_for(num_live, num_live) != flight.shape:  # A smaller one will do.
@@ -105,12 +104,12 @@ class Dispatcher:
         step = self._scheduler.extend(flight.step)
         if step is None:
             return None
-        call = continue_decode(step, flight.shape, *flight.decode, buckets)
-        return self._decode(step, flight.shape, call, started)
+        call = continue_decode(step, flight.shape, flight.call, flight.rows, buckets)
+        return self._dispatch(step, flight.shape, call, started)
 
-    def _decode(
-        self, step: ScheduledStep, shape: StepShape, call: DecodeCall, started: float
+    def _dispatch(
+        self, step: ScheduledStep, shape: StepShape, call: StepCall | DecodeCall, started: float
     ) -> Flight:
         dispatched = time.perf_counter()
-        rows, output = self._runner.decode(shape, call, step.moves)
-        return Flight(step, output, shape, (call, rows), dispatched, dispatched - started)
+        rows, output = self._runner.run(shape, call, step.moves)
+        return Flight(step, output, shape, call, rows, dispatched, dispatched - started)

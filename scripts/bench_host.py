@@ -33,7 +33,6 @@ import time
 from types import SimpleNamespace
 from typing import Any, cast
 
-import jax
 import numpy as np
 from absl import app, flags
 
@@ -76,11 +75,7 @@ class FakeRunner:
         self.called_at = self.returned_at = (0.0, 0.0)
         self._rng = rng
 
-    def decode(self, shape, call, moves) -> tuple[Any, SamplerOutput]:
-        output = self.run(shape, None, call.sampling, moves)
-        return call.rows, jax.tree.map(lambda x: x[None], output)
-
-    def run(self, shape, batch, sampling, moves) -> SamplerOutput:
+    def run(self, shape, call, moves) -> tuple[Any, SamplerOutput]:
         self.called_at = clocks()
         rows = shape.num_seqs
         output = SamplerOutput(
@@ -92,7 +87,7 @@ class FakeRunner:
             is_finite=np.ones(rows, bool),
         )
         self.returned_at = clocks()
-        return output
+        return None, output
 
     def settle(self) -> None:
         """Nothing is on its way."""

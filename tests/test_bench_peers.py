@@ -162,7 +162,6 @@ def test_the_table_names_figures_ratios_and_hits():
 
 
 def test_a_picture_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib", reason="pip install 'paged-jax[plots]'")
     case = peers_cases.CASES["batch"]
     rounds = {name: [{case.figure: 1.0}, {case.figure: 2.0}] for name in ("ours-int8", "vllm")}
     cases = {"batch": peers_report.summarise(case, rounds)}

@@ -85,13 +85,14 @@ def test_calls_are_as_few_as_the_lookahead_says(model, lookahead):
 
 def count_calls(llm: LLM) -> list[int]:
     """A list that grows by each call's number of steps."""
-    calls, decode = [], llm.engine.runner.decode
+    calls, run_call = [], llm.engine.runner.run
 
     def counting(shape, call, moves):
-        calls.append(int(call.num_steps))
-        return decode(shape, call, moves)
+        if shape.decode_only:
+            calls.append(int(call.num_steps))
+        return run_call(shape, call, moves)
 
-    llm.engine.runner.decode = counting  # pyright: ignore[reportAttributeAccessIssue]
+    llm.engine.runner.run = counting  # pyright: ignore[reportAttributeAccessIssue]
     return calls
 
 

@@ -1,7 +1,7 @@
 """Traces, prefix hits, and statistics in constant memory."""
 
 import json
-import os
+import lzma
 import random
 from pathlib import Path
 
@@ -14,8 +14,6 @@ from paged_jax.simulate.prefix_hits import lru_hit_ratio, paged_hit_ratio
 from paged_jax.simulate.simulated_request import SimulatedRequest
 from paged_jax.simulate.statistics import Averages, Histogram, Timeline
 from paged_jax.simulate.traces import scaled
-
-TRACES = Path(os.environ.get("PAGED_JAX_TRACES", ""), "mooncake_conversation.jsonl")
 
 
 def test_mooncake_lines(tmp_path):
@@ -134,14 +132,23 @@ def test_the_block_manager_finds_nearly_as_much():
         assert lru - 8 / mean_tokens - 0.03 < paged < lru + 0.03
 
 
-@pytest.mark.skipif(not TRACES.is_file(), reason="PAGED_JAX_TRACES names no folder with the trace")
-def test_hits_of_the_mooncake_trace():
+@pytest.fixture
+def mooncake(tmp_path):
+    """Where a copy of the trace lies; see tests/goldens/README.md."""
+    path = tmp_path / "mooncake_conversation.jsonl"
+    packed = Path(__file__).parent / "goldens" / "mooncake_conversation.jsonl.xz"
+    path.write_bytes(lzma.decompress(packed.read_bytes()))
+    return path
+
+
+def test_hits_of_the_mooncake_trace(mooncake):
     # Computed apart from this project.
-    assert lru_hit_ratio(read_mooncake(TRACES)) == pytest.approx(0.3736, abs=5e-5)
+    assert lru_hit_ratio(read_mooncake(mooncake)) == pytest.approx(0.3736, abs=5e-5)
     for millions, expected in ((3, 0.139), (10, 0.291), (50, 0.371)):
-        ratio = lru_hit_ratio(read_mooncake(TRACES), millions * 1_000_000)
+        ratio = lru_hit_ratio(read_mooncake(mooncake), millions * 1_000_000)
         assert ratio == pytest.approx(expected, abs=5e-4)
-    assert paged_hit_ratio(read_mooncake(TRACES), 10_000_000, 512) == pytest.approx(0.291, abs=0.01)
+    ratio = paged_hit_ratio(read_mooncake(mooncake), 10_000_000, 512)
+    assert ratio == pytest.approx(0.291, abs=0.01)
 
 
 def test_a_histogram_knows_quantiles_to_half_a_percent():

@@ -100,6 +100,8 @@ class StepRunner:
         self._programs: dict[StepShape, jax.stages.Compiled] = {}
         self._plain_programs: dict[StepShape, jax.stages.Compiled] = {}
         self.num_weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        # What steps waited for programs that were not ready.
+        self.compile_seconds = 0.0
         # The most that a compiled step takes beside weights and pool, by the compiler's account.
         self.temporary_bytes = 0
 
@@ -164,9 +166,13 @@ class StepRunner:
 
     def _program_for(self, shape: StepShape, sampling: SamplingBatch) -> jax.stages.Compiled:
         """The smallest that serves a step, where none is ready that serves all of the shape."""
-        if not sampling.is_plain:
-            return self._compile(shape)
-        return self._plain_programs.get(shape) or self._compile(shape, is_plain=True)
+        is_plain = sampling.is_plain
+        if is_plain and shape in self._plain_programs:
+            return self._plain_programs[shape]
+        started = time.perf_counter()
+        program = self._compile(shape, is_plain=is_plain)
+        self.compile_seconds += time.perf_counter() - started
+        return program
 
     def _compile(self, shape: StepShape, is_plain: bool = False) -> jax.stages.Compiled:
         program = self._lower(self.params, self.pool, shape, is_plain=is_plain).compile()

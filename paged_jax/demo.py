@@ -39,7 +39,8 @@ def main() -> None:
     started = time.perf_counter()
     try:
         params = SamplingParams(temperature=0, max_tokens=args.max_tokens)
-        llm = LLM(demo_model_path(), max_model_len=2048)
+        # Few of the step shapes are needed: each is compiled when it is.
+        llm = LLM(demo_model_path(), max_model_len=2048, warmup=False)
     except (ValueError, OSError, RuntimeError, ImportError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     loaded = time.perf_counter()

@@ -55,6 +55,7 @@ OURS: dict[str, dict[str, Any]] = {
     "ours-float32-lookup": {"speculation": "prompt_lookup"},
     "ours-int8-lookup": {"quantization": "int8", "speculation": "prompt_lookup"},
 }
+PROFILED = ("ours-float32", "ours-int8")
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "vllm": ("vllm", {}),
     "llama": ("llama", {"mode": "batched"}),
@@ -62,7 +63,13 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-shared": ("llama", {"mode": "shared"}),
     "transformers": ("transformers", {}),
 }
-WORKER_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "4", "JAX_PLATFORMS": "cpu"}
+WORKER_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "JAX_PLATFORMS": "cpu",
+    "VLLM_CPU_KVCACHE_SPACE": "4",
+    # By itself vLLM keeps one core free for its scheduler, which on two cores is half of them.
+    "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
+}
 CHECK_TEXT = "The capital of France is"
 CHECK_TOKENS = 32
 
@@ -72,6 +79,7 @@ ENGINES = flags.DEFINE_list("engines", [*OURS, *PEERS], "Engines, where a case i
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds.", lower_bound=1)
 OUT = flags.DEFINE_string("out", None, "Path of the report, without .json and .svg.")
 QUICK = flags.DEFINE_bool("quick", False, "Small sizes, to see that all of it runs.")
+PROFILE = flags.DEFINE_bool("profile", False, "Also where our steps' time goes, by operation.")
 MAKE_ENVS = flags.DEFINE_string("make_envs", None, "A folder to make environments in.")
 ENVS_PYTHON = flags.DEFINE_string("envs_python", "3.11", "Their Python version.")
 PYTHONS = {
@@ -279,7 +287,21 @@ def main(argv: list[str]) -> None:
             print(peers_report.table(summary), flush=True)
             if OUT.value:  # After every case: what is measured is kept if a later one fails.
                 write(report, OUT.value)
+    if PROFILE.value:
+        report["profile"] = {name: profile(model, name) for name in PROFILED}
+        if OUT.value:
+            write(report, OUT.value)
     print(json.dumps(report))
+
+
+def profile(model: pathlib.Path, engine: str) -> dict[str, Any]:
+    """Where an engine of ours spends its steps, as `profile_step.py` finds and prints it."""
+    command = [sys.executable, str(SCRIPTS / "profile_step.py"), f"--model={model}"]
+    command += [f"--{field}={value}" for field, value in OURS[engine].items()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    *table, figures = done.stdout.strip().splitlines()
+    print("\n".join([engine, *table]), flush=True)
+    return json.loads(figures)
 
 
 def commit() -> str | None:

@@ -50,9 +50,7 @@ class Profiler:
         # What the host does is marked by names that a trace shows.
         _mark(self.engine.scheduler, "schedule", "schedule")
         _mark(self.engine.scheduler, "update", "process")
-        for method in ("run", "decode"):
-            if hasattr(self.engine.runner, method):
-                _mark(self.engine.runner, method, "dispatch")
+        _mark(self.engine.runner, "run", "dispatch")
 
     def decode(self, folder: pathlib.Path | None) -> tuple[float, float]:
         """Decode steps of all sequences; microseconds of all, and how many."""

@@ -26,8 +26,8 @@ LAYERS = [
     "paged_jax.batch_builder "
     "paged_jax.kv_pool paged_jax.block_mover",
     "paged_jax.models",
-    "paged_jax.step paged_jax.decode_loop paged_jax.process_memory paged_jax.compile "
-    "paged_jax.dispatch paged_jax.sizing paged_jax.kv_calibration",
+    "paged_jax.step paged_jax.decode_loop paged_jax.compile paged_jax.dispatch "
+    "paged_jax.sizing paged_jax.kv_calibration",
     "paged_jax.outputs paged_jax.metrics paged_jax.sequence paged_jax.accounts",
     "paged_jax.engine paged_jax.calls paged_jax.session paged_jax.prometheus "
     "paged_jax.cache_tools paged_jax.llm",

@@ -91,6 +91,20 @@ def ahead(demo_model_path):
     )
 
 
+@pytest.fixture(scope="module")
+def guessing(demo_model_path):
+    return LLM(
+        demo_model_path,
+        dtype="float32",
+        num_gpu_blocks_override=260,
+        max_model_len=448,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        speculation="prompt_lookup",
+        warmup=False,
+    )
+
+
 def check_all_free(llm):
     scheduler = llm.engine.scheduler
     scheduler.check_integrity()
@@ -118,6 +132,19 @@ def test_decoded_ahead_of_what_is_read(ahead):
     times = ahead.engine.metrics.steps["decode"]
     assert times.num_tokens > 600
     assert ahead.engine.scheduler.blocks.pool.num_used_blocks == 0
+
+
+def test_with_guesses_from_the_prompt(guessing):
+    outputs = []
+    for first in range(0, 16, 4):  # Guesses take seats that are free.
+        few = GOLDENS[first : first + 4]
+        messages = [golden["messages"] for golden in few]
+        outputs += guessing.chat(messages, [params_of(golden) for golden in few], use_tqdm=False)
+    check(GOLDENS, outputs)
+    metrics = guessing.get_metrics()
+    assert metrics["spec_decode_num_draft_tokens"] > 100
+    assert metrics["spec_decode_num_accepted_tokens"] > 30
+    assert guessing.engine.scheduler.blocks.pool.num_used_blocks == 0
 
 
 def test_alone(cramped):

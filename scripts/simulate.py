@@ -6,21 +6,31 @@
     python scripts/simulate.py --workload=azure --trace=azure_2023_conv.csv --device=h200 \\
         --replicas=8 --price_per_hour=3
     python scripts/simulate.py --scenario=hits --trace=mooncake_conversation.jsonl
+    python scripts/simulate.py --scenario=size --num_requests=1000000 --requests_per_second=278 \\
+        --device=h200 --ttft_p95=1 --autoscale_load=64
+    python scripts/simulate.py --scenario=plan --device=h200 --price_per_hour=3
 
-Scenarios: `run` serves a workload and compares allocators; `guide` runs a published comparison
-again and shows its figures beside ours; `hits` tells how much of a Mooncake trace prefix caches of
-several sizes would hit. Workloads: `chat` (lognormal lengths), `mooncake` (JSONL), `azure` (CSV),
-`prompts` (a JSONL of your own). Models of a step's time: `roofline` of a device,
-`constant:SECONDS`, or `fitted:FILE[,FILE...]` to outputs of bench_generate.py.
+Scenarios: `run` serves a workload and compares allocators, with --html=FILE as a report with
+pictures; `guide` runs a published comparison again and shows its figures beside ours; `hits` tells
+how much of a Mooncake trace prefix caches of several sizes would hit; `size` how many devices a
+workload needs for a latency target; `plan` how many requests fit, in which blocks, how full memory
+may be kept, and what tokens cost.
 
-Prints a table; the last line is one JSON object.
+Workloads: `chat` (lognormal lengths), `mooncake` (JSONL), `azure` (CSV), `prompts` (a JSONL of your
+own). Models of a step's time: `roofline` of a device, `constant:SECONDS`, or
+`fitted:FILE[,FILE...]` to outputs of bench_generate.py.
+
+Prints tables and sentences; the last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from absl import app, flags
@@ -43,13 +53,19 @@ from paged_jax.simulate import (
     read_prompts,
     scaled,
 )
+from paged_jax.simulate.autoscaler import AutoscalePolicy, serve_autoscaled
 from paged_jax.simulate.fleet import ROUTERS, make_router, merged, serve
 from paged_jax.simulate.guide import arithmetic, compare_guide
 from paged_jax.simulate.loop import simulate
+from paged_jax.simulate.planner import plan_capacity, safe_utilization
 from paged_jax.simulate.prefix_hits import lru_hit_ratio, paged_hit_ratio
 from paged_jax.simulate.report import compare_published, compare_runs, text_table
+from paged_jax.simulate.sizing_fleet import FleetAnswer, devices_for, p95_seconds
+from paged_jax.simulate.studies import all_at_once
 
-SCENARIO = flags.DEFINE_enum("scenario", "run", ["run", "guide", "hits"], "What to simulate.")
+SCENARIO = flags.DEFINE_enum(
+    "scenario", "run", ["run", "guide", "hits", "size", "plan"], "What to simulate."
+)
 WORKLOAD = flags.DEFINE_enum(
     "workload", "chat", ["chat", "mooncake", "azure", "prompts"], "Where requests come from."
 )
@@ -83,6 +99,18 @@ SWAP_GIB = flags.DEFINE_float("swap_gib", 0.0, "GiB of host memory for swapped r
 REPLICAS = flags.DEFINE_integer("replicas", 1, "Devices, each with the whole model.", lower_bound=1)
 ROUTER = flags.DEFINE_enum("router", "least_loaded", ROUTERS, "Who sends requests to replicas.")
 PRICE = flags.DEFINE_float("price_per_hour", None, "Of a device.")
+HTML = flags.DEFINE_string("html", None, "File for a report with pictures, of `run`.")
+TTFT_P95 = flags.DEFINE_float("ttft_p95", 1.0, "Target of `size`: seconds to the first token.")
+ITL_P95 = flags.DEFINE_float("itl_p95", None, "Another: seconds from token to token.")
+MOST_DEVICES = flags.DEFINE_integer("most_devices", 4096, "That `size` may take.", lower_bound=1)
+AUTOSCALE_LOAD = flags.DEFINE_float(
+    "autoscale_load", None, "Of `size`: also serve with devices for so many requests each."
+)
+STARTUP = flags.DEFINE_float("startup_seconds", 120.0, "Of a device that is added.")
+REQUEST_PROMPT = flags.DEFINE_integer(
+    "request_prompt", None, "Of `plan`: tokens of a request's prompt; none: the workload's mean."
+)
+REQUEST_OUTPUT = flags.DEFINE_integer("request_output", None, "The same of its output.")
 SEEDS = flags.DEFINE_integer("guide_draws", 3, "Draws of the guide's traffic.", lower_bound=1)
 
 
@@ -146,39 +174,158 @@ def make_config(device: DeviceModel) -> SchedulerConfig:
 
 
 def run_allocator(allocator: str, config: SchedulerConfig, step_time: StepTime) -> Results:
-    """The workload on all replicas."""
+    """The workload on all replicas; the timeline is that of the first."""
     if REPLICAS.value == 1:
         return simulate(make_requests(), config, step_time, allocator=allocator)
     replicas = [Replica(config, step_time, allocator=allocator) for _ in range(REPLICAS.value)]
-    return merged(serve(make_requests(), replicas, make_router(ROUTER.value)))
+    parts = serve(make_requests(), replicas, make_router(ROUTER.value))
+    total = merged(parts)
+    total.timeline = parts[0].timeline
+    return total
+
+
+def describe(device: DeviceModel, config: SchedulerConfig) -> dict[str, str]:
+    """What is simulated, by name, for a reader who has not seen the flags."""
+    if WORKLOAD.value == "chat":
+        pace = f"{RATE.value:g} a second on average" if RATE.value else "all at once"
+        traffic = (
+            f"{NUM_REQUESTS.value:,} made-up chats, {pace}; lognormal lengths, in the median "
+            f"{PROMPT_MEDIAN.value:g} tokens of prompt and {OUTPUT_MEDIAN.value:g} of output"
+        )
+    else:
+        pace = "" if RATE_SCALE.value == 1 else f", at {RATE_SCALE.value:g} times its pace"
+        traffic = f"{WORKLOAD.value} trace {Path(TRACE.value or '').name}{pace}"
+    chip, model = device.accelerator, device.model
+    kind, _, value = STEP_TIME.value.partition(":")
+    step_time = f"{value} s, whatever it computes" if kind == "constant" else STEP_TIME.value
+    if kind == "roofline":
+        step_time = (
+            f"roofline: what a step reads at {100 * chip.bandwidth_share:.0f}% of "
+            f"{chip.bytes_per_second / 1e12:.2f} TB/s, or what it computes at "
+            f"{100 * chip.operations_share:.0f}% of {chip.operations_per_second / 1e12:.0f} "
+            f"TFLOP/s, whichever is longer, and {1000 * chip.step_overhead_seconds:g} ms"
+        )
+    devices = f"{REPLICAS.value} x {chip.name}, {model.name} on each"
+    if REPLICAS.value > 1:
+        devices += f", behind a router: {ROUTER.value}"
+    settings = {
+        "Traffic": traffic,
+        "Model": f"{model.name}: weights {model.weight_bytes / 2**30:.1f} GiB, "
+        f"{model.bytes_a_token // 1024} KiB of keys and values a token",
+        "Devices": devices,
+        "KV memory of a device": f"{(config.num_blocks - 1) * device.bytes_a_block / 2**30:.1f} "
+        f"GiB: {config.num_blocks - 1:,} blocks of {config.block_size} tokens",
+        "Limits": f"a request: at most {config.max_model_len:,} tokens; a step: at most "
+        f"{config.max_num_seqs:,} requests and {config.max_num_batched_tokens:,} tokens",
+        "Step time": step_time,
+    }
+    if PRICE.value is not None:
+        settings["Price"] = f"{PRICE.value:g} an hour and device"
+    return settings
 
 
 def run_workload() -> dict[str, Any]:
     """Serves the workload with each allocator; prints what it came to."""
     device = make_device()
     config, step_time = make_config(device), make_step_time(device)
-    pool_gib = (config.num_blocks - 1) * device.bytes_a_block / 2**30
-    print(
-        f"{REPLICAS.value} x {device.accelerator.name}, {device.model.name}: weights "
-        f"{device.model.weight_bytes / 2**30:.1f} GiB, KV pool {pool_gib:.1f} GiB = "
-        f"{config.num_blocks - 1:,} blocks of {config.block_size} tokens "
-        f"({device.model.bytes_a_token // 1024} KiB a token)\n"
-        f"a request: at most {config.max_model_len:,} tokens; a step: at most "
-        f"{config.max_num_seqs:,} requests and {config.max_num_batched_tokens:,} tokens\n"
-        f"step time: {STEP_TIME.value}; workload: {TRACE.value or WORKLOAD.value}"
-        + (f"; router: {ROUTER.value}" if REPLICAS.value > 1 else "")
-        + "\n"
-    )
+    settings = describe(device, config)
+    print("\n".join(f"{name}: {value}" for name, value in settings.items()) + "\n")
     started = time.perf_counter()
-    figures = {
-        name: run_allocator(name, config, step_time).figures(PRICE.value)
-        for name in USED_ALLOCATORS.value
-    }
+    runs = {name: run_allocator(name, config, step_time) for name in USED_ALLOCATORS.value}
     seconds = time.perf_counter() - started
+    figures = {name: run.figures(PRICE.value) for name, run in runs.items()}
     print(compare_runs(figures))
     num_sequence_steps = sum(f["num_sequence_steps"] for f in figures.values())
     print(f"\n{num_sequence_steps / seconds:,.0f} sequence-steps a second of real time")
+    if HTML.value is not None:
+        from paged_jax.simulate.html_report import NOTES, write_report
+        from paged_jax.simulate.report_pictures import report_pictures
+
+        write_report(
+            HTML.value,
+            title=f"{device.model.name} on {REPLICAS.value} x {device.accelerator.name}, simulated",
+            settings=settings,
+            figures=figures,
+            pictures=report_pictures(make_requests, config, step_time, runs),
+            notes=NOTES,
+        )
+        print(f"report: {HTML.value}")
     return {"runs": figures, "wall_seconds": seconds}
+
+
+def run_size() -> dict[str, Any]:
+    """How many devices the workload needs; with --autoscale_load, also an autoscaled fleet."""
+    device = make_device()
+    config, step_time = make_config(device), make_step_time(device)
+    answer = devices_for(
+        make_requests,
+        config,
+        step_time,
+        ttft_p95_seconds=TTFT_P95.value,
+        itl_p95_seconds=ITL_P95.value,
+        router=ROUTER.value,
+        most=MOST_DEVICES.value,
+    )
+    print(answer.text())
+    found: dict[str, Any] = dataclasses.asdict(answer)
+    if answer.sample.end_seconds == math.inf:  # JSON knows no such number.
+        found["sample"]["end_seconds"] = None
+    if AUTOSCALE_LOAD.value is not None:
+        if answer.sample.end_seconds != math.inf:
+            print("autoscaling is left out: it takes all of the time, not a stretch")
+        else:
+            found["autoscaled"] = run_autoscaled(answer, config, step_time)
+    return found
+
+
+def run_autoscaled(
+    answer: FleetAnswer, config: SchedulerConfig, step_time: StepTime
+) -> dict[str, Any]:
+    """What an autoscaled fleet does with the sample that an answer rests on."""
+    one_in, load = answer.sample.one_in, AUTOSCALE_LOAD.value
+    assert load is not None
+    most = max(MOST_DEVICES.value // one_in, 1)
+    policy = AutoscalePolicy(target_load=load, most=most, startup_seconds=STARTUP.value)
+    requests = answer.sample.of(make_requests())
+    fleet = serve_autoscaled(requests, config, step_time, policy, router=ROUTER.value)
+    ttft, itl = p95_seconds(fleet.results)
+    hours, peak = fleet.device_hours * one_in, fleet.peak_devices * one_in
+    print(
+        f"autoscaled to {load:g} requests a device: {hours:,.2f} device-hours, at most {peak:,} "
+        f"devices; 95 of 100 first tokens within {ttft:.3f} s"
+    )
+    if answer.num_devices is not None:
+        fixed = answer.num_devices * fleet.results.end_seconds / 3600
+        print(f"the fleet of fixed size: {fixed:,.2f} device-hours")
+    return {
+        "device_hours": hours,
+        "peak_devices": peak,
+        "ttft_p95_seconds": ttft,
+        "itl_p95_seconds": itl,
+    }
+
+
+def run_plan() -> dict[str, Any]:
+    """What fits the device, and what it costs."""
+    device = make_device()
+    config, step_time = make_config(device), make_step_time(device)
+    requests = all_at_once(make_requests(), 4000)
+    if not requests:
+        raise app.UsageError("the workload has no requests")
+    mean_prompt = sum(r.num_prompt_tokens for r in requests) / len(requests)
+    mean_output = sum(r.num_output_tokens for r in requests) / len(requests)
+    plan = plan_capacity(
+        device.model,
+        (config.num_blocks - 1) * device.bytes_a_block,
+        prompt_tokens=REQUEST_PROMPT.value or round(mean_prompt),
+        output_tokens=REQUEST_OUTPUT.value or max(round(mean_output), 1),
+        max_model_len=config.max_model_len,
+        step_time=step_time,
+        price_an_hour=PRICE.value,
+    )
+    safe = safe_utilization(requests, config, step_time)
+    print(f"{plan.text()}\n\n{safe.text()} (simulated, {len(requests):,} requests)")
+    return {"plan": dataclasses.asdict(plan), "safe": dataclasses.asdict(safe)}
 
 
 def run_guide() -> dict[str, Any]:
@@ -209,8 +356,14 @@ def run_hits() -> dict[str, Any]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    run = {"run": run_workload, "guide": run_guide, "hits": run_hits}[SCENARIO.value]
-    print(json.dumps(run()))
+    scenarios = {
+        "run": run_workload,
+        "guide": run_guide,
+        "hits": run_hits,
+        "size": run_size,
+        "plan": run_plan,
+    }
+    print(json.dumps(scenarios[SCENARIO.value]()))
 
 
 if __name__ == "__main__":

@@ -92,8 +92,9 @@ class PrefixAffinity:
         for i in range(len(keys) - 1, -1, -1):
             if 2 * (i + 1) * width < request.num_prompt_tokens:
                 break
-            if keys[i] in self._went:
-                chosen = self._went[keys[i]]
+            went = self._went.get(keys[i], len(replicas))
+            if went < len(replicas):  # Not a replica that an autoscaler has given back.
+                chosen = went
                 break
         mean = sum(replica.load for replica in replicas) / len(replicas)
         if replicas[chosen].load > 1.25 * mean + 8:

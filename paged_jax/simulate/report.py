@@ -23,6 +23,13 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
 
 def compare_runs(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """A table of runs side by side, of `Results.figures` by the run's name."""
+    return text_table(run_rows(figures))
+
+
+def run_rows(figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The rows of that table, of the runs' names first; a label that belongs to the one above it
+    begins with spaces.
+    """
     columns = list(figures.values())
     rows = [["", *figures]]
 
@@ -57,7 +64,7 @@ def compare_runs(figures: Mapping[str, Mapping[str, Any]]) -> str:
                 f"{label}, {key}" if key == "p50" else f"  {key}",
                 lambda f, name=name, key=key: f"{f[name][key]:.3f}",
             )
-    return text_table(rows)
+    return rows
 
 
 def compare_published(comparisons: Sequence[Comparison]) -> str:

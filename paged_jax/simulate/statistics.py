@@ -136,9 +136,14 @@ class Timeline:
         point.add(values, seconds)
 
     def series(self) -> dict[str, list[float]]:
-        """Times (the intervals' starts) under "seconds", and the means of each quantity."""
+        """Times (the intervals' starts) under "seconds", the lengths of all samples that begin in
+        each under "sampled_seconds", and the means of each quantity.
+        """
         indices = sorted(self._points)
-        series = {"seconds": [i * self.interval_seconds for i in indices]}
+        series = {
+            "seconds": [i * self.interval_seconds for i in indices],
+            "sampled_seconds": [self._points[i].weight for i in indices],
+        }
         means = [self._points[i].means() for i in indices]
         for name in self.names:
             series[name] = [mean[name] for mean in means]

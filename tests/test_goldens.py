@@ -45,64 +45,40 @@ def chat_all(llm):
     return llm.chat(messages, [params_of(golden) for golden in GOLDENS], use_tqdm=False)
 
 
+def make_llm(path, **options):
+    """Seats for all goldens, and a pool that holds them, unless the options say otherwise."""
+    defaults = dict(num_gpu_blocks_override=260, max_num_seqs=16, max_num_batched_tokens=128)
+    options = {**defaults, **options}
+    return LLM(path, dtype="float32", max_model_len=448, warmup=False, **options)
+
+
 @pytest.fixture(scope="module")
 def roomy(demo_model_path):
-    return LLM(
-        demo_model_path,
-        dtype="float32",
-        num_gpu_blocks_override=260,
-        max_model_len=448,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        swap_space_bytes=SWAP_BYTES,
-        warmup=False,
-    )
+    return make_llm(demo_model_path, swap_space_bytes=SWAP_BYTES)
 
 
 @pytest.fixture(scope="module")
 def cramped(demo_model_path):
     """39 usable blocks hold one long chat or a few short ones; prompts come in chunks of 16."""
-    return LLM(
+    return make_llm(
         demo_model_path,
-        dtype="float32",
         num_gpu_blocks_override=40,
-        max_model_len=448,
-        max_num_seqs=16,
         max_num_batched_tokens=16,
         preemption_mode="recompute",
         swap_space_bytes=SWAP_BYTES,
         enable_host_prefix_cache=True,
-        warmup=False,
     )
 
 
 @pytest.fixture(scope="module")
 def ahead(demo_model_path):
     """Eight seats, so that half of the goldens wait while the others are decoded ahead."""
-    return LLM(
-        demo_model_path,
-        dtype="float32",
-        num_gpu_blocks_override=260,
-        max_model_len=448,
-        max_num_seqs=8,
-        max_num_batched_tokens=128,
-        decode_lookahead=8,
-        warmup=False,
-    )
+    return make_llm(demo_model_path, max_num_seqs=8, decode_lookahead=8)
 
 
 @pytest.fixture(scope="module")
 def guessing(demo_model_path):
-    return LLM(
-        demo_model_path,
-        dtype="float32",
-        num_gpu_blocks_override=260,
-        max_model_len=448,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        speculation="prompt_lookup",
-        warmup=False,
-    )
+    return make_llm(demo_model_path, speculation="prompt_lookup")
 
 
 def check_all_free(llm):

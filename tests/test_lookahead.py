@@ -109,20 +109,30 @@ def test_a_call_is_dispatched_before_the_last_ones_tokens_are_read(model, monkey
     assert read == [0, 2, 3, 4, 4]
 
 
-def test_eos_ends_the_loop_on_the_device(model):
-    """No call is longer than its sequences, and what was computed in vain is within the bound."""
+def test_a_stop_ends_its_row_on_the_device(model):
+    """The row stands where its last token does, whatever steps and calls come after it."""
     llm = tiny_llm(model, decode_lookahead=8, warmup=False)
     plain = tiny_llm(model, warmup=False)
-    prompts = prompts_of([6] * 8, seed=3)
-    stops = {
-        token
-        for output in run(plain, prompts, SamplingParams(temperature=0, max_tokens=20))
-        for token in output.outputs[0].token_ids[5::7]
-    }
-    params = SamplingParams(temperature=0, max_tokens=40, stop_token_ids=sorted(stops)[:6])
-    outputs = run(llm, prompts, params)
-    assert tokens_of(outputs) == tokens_of(run(plain, prompts, params))
-    assert any(output.outputs[0].finish_reason == "stop" for output in outputs)
+    (prompt,) = prompts_of([6], seed=3)
+    sampled = SamplingParams(temperature=1.0, seed=2, max_tokens=40, ignore_eos=True)
+    tokens = tokens_of(run(plain, [prompt], sampled))[0]
+    stop = next(token for i, token in enumerate(tokens) if i > 5 and token not in tokens[:i])
+    params = dataclasses.replace(sampled, stop_token_ids=[stop])
+    rows_after, run_call = [], llm.engine.runner.run
+
+    def noting(shape, call, moves):
+        rows, output = run_call(shape, call, moves)
+        if rows is not None:
+            rows_after.append(jax.tree.map(np.asarray, rows))
+        return rows, output
+
+    llm.engine.runner.run = noting  # pyright: ignore[reportAttributeAccessIssue]
+    (output,) = run(llm, [prompt], params)
+    assert output.outputs[0].token_ids == tokens[: tokens.index(stop) + 1]
+    assert output.outputs[0].stop_reason == stop
+    last = rows_after[-1]
+    assert last.num_left[0] == 0 and last.token_ids[0] == stop
+    assert last.positions[0] == len(prompt) + tokens.index(stop)
     check_idle(llm)
 
 
@@ -216,17 +226,21 @@ def test_a_conversation_hits_as_many_tokens(engines):
     assert hits[0] == hits[1] > 30
 
 
-def test_nobody_is_preempted_for_a_longer_call():
-    """Three sequences in a pool that holds them just so: calls shrink, and none is preempted."""
+def make_scheduler(*, num_blocks: int, max_num_seqs: int) -> Scheduler:
     config = SchedulerConfig(
-        num_blocks=10,
+        num_blocks=num_blocks,
         block_size=4,
         max_model_len=32,
-        max_num_seqs=3,
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=32,
         decode_lookahead=16,
     )
-    scheduler = Scheduler(config)
+    return Scheduler(config)
+
+
+def test_nobody_is_preempted_for_a_longer_call():
+    """Three sequences in a pool that holds them just so: calls shrink, and none is preempted."""
+    scheduler = make_scheduler(num_blocks=10, max_num_seqs=3)
     for i in range(3):
         prompt = [10 * i, 1, 2, 3, 4, 5]
         scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=6), max_model_len=32))
@@ -242,18 +256,10 @@ def test_nobody_is_preempted_for_a_longer_call():
 
 
 def test_a_wanted_seat_is_not_decoded_past():
-    config = SchedulerConfig(
-        num_blocks=50,
-        block_size=4,
-        max_model_len=64,
-        max_num_seqs=2,
-        max_num_batched_tokens=32,
-        decode_lookahead=16,
-    )
-    scheduler = Scheduler(config)
+    scheduler = make_scheduler(num_blocks=50, max_num_seqs=2)
     for i, max_tokens in enumerate([4, 20, 20]):
         params = SamplingParams(max_tokens=max_tokens)
-        scheduler.add(Request(str(i), [i, 1, 2], params, max_model_len=64))
+        scheduler.add(Request(str(i), [i, 1, 2], params, max_model_len=32))
     scheduler.update(scheduler.schedule(), [7, 7])
     step = scheduler.schedule()
     assert step.num_decode_steps == 3  # of request "0", for whose seat "2" waits

@@ -17,6 +17,7 @@ float32: all of them should where the peer computes in float32 too.
 Environments are given by --python_vllm and so on, each the Python of one, or made by --make_envs:
 python -m venv, then the pip commands of peers_envs.py. An engine without one is left out.
 
+--profile adds where our own steps' time goes (profile_step.py).
 --out=PATH writes PATH.json, and PATH.svg with matplotlib (pip install 'paged-jax[plots]').
 """
 

@@ -8,14 +8,16 @@ import numpy as np
 from jax import lax
 
 from paged_jax.models.config import RopeConfig
+from paged_jax.models.int4 import Int4Matrix
 from paged_jax.models.quantized import QuantizedMatrix
 from pallas_kernels import matmul_cpu
+from pallas_kernels.matmul_cpu import Fused
 
-# A weight [out, in]: as it is, or in int8.
-Matrix = jax.Array | QuantizedMatrix
+# A weight [out, in]: as it is, in int8, or in int4.
+Matrix = jax.Array | QuantizedMatrix | Int4Matrix
 # Rows of x for which the C++ product is measured to be faster on CPU than XLA's, by the weight's
 # dtype. One row of float32 waits for memory in both; of bfloat16 XLA makes a float32 copy.
-_KERNEL_ROWS = {"float32": range(2, 49), "bfloat16": range(1, 8)}
+_KERNEL_ROWS = {"float32": range(2, 1 << 30), "bfloat16": range(1, 8)}
 
 
 def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) -> jax.Array:
@@ -29,12 +31,9 @@ def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) 
             x.dtype when None.
     Returns: [..., out].
     """
-    if isinstance(weight, QuantizedMatrix):
+    if isinstance(weight, QuantizedMatrix | Int4Matrix):
         return weight.multiply(x, out_dtype)
-    kernel_rows = _KERNEL_ROWS.get(str(weight.dtype), ())
-    if math.prod(x.shape[:-1]) in kernel_rows and (
-        matmul_cpu.unsupported_reason(x, weight) is None
-    ):
+    if _has_kernel(x, weight):
         product = matmul_cpu.matmul(x.reshape(-1, x.shape[-1]), weight)
         return product.reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)
     # By default TPUs multiply float32 in bfloat16 passes and GPUs in TF32.
@@ -46,6 +45,46 @@ def linear(x: jax.Array, weight: Matrix, *, out_dtype: jnp.dtype | None = None) 
         precision=precision,
         preferred_element_type=out_dtype or x.dtype,
     )
+
+
+def _has_kernel(x: jax.Array, weight: Matrix) -> bool:
+    """Whether the C++ product runs here on these, and is the faster one."""
+    if isinstance(weight, jax.Array):
+        if math.prod(x.shape[:-1]) not in _KERNEL_ROWS.get(str(weight.dtype), ()):
+            return False
+    return matmul_cpu.unsupported_reason(x, jax.tree.leaves(weight)[0]) is None
+
+
+def norm_linear(x: jax.Array, norm_weight: jax.Array, weight: Matrix, eps: float) -> jax.Array:
+    """linear(rms_norm(x, norm_weight, eps), weight): one operation where the C++ product runs."""
+    if x.dtype == jnp.float32 and _has_kernel(x, weight):
+        return _fused_linear(x, weight, Fused(norm_weight=norm_weight, norm_eps=eps))
+    return linear(rms_norm(x, norm_weight, eps), weight)
+
+
+def add_linear(
+    residual: jax.Array, x: jax.Array, weight: Matrix, tensor_axis: str | None
+) -> jax.Array:
+    """residual + row_parallel_linear(x, weight, tensor_axis), as norm_linear() does it."""
+    if tensor_axis is None and x.dtype == jnp.float32 and _has_kernel(x, weight):
+        return _fused_linear(x, weight, Fused(residual=residual))
+    return residual + row_parallel_linear(x, weight, tensor_axis)
+
+
+def add_swiglu_linear(
+    residual: jax.Array, gate_up: jax.Array, weight: Matrix, tensor_axis: str | None
+) -> jax.Array:
+    """residual + row_parallel_linear(swiglu(gate_up), weight, tensor_axis), as norm_linear()."""
+    if tensor_axis is None and gate_up.dtype == jnp.float32 and _has_kernel(gate_up, weight):
+        return _fused_linear(gate_up, weight, Fused(is_swiglu=True, residual=residual))
+    return residual + row_parallel_linear(swiglu(gate_up), weight, tensor_axis)
+
+
+def _fused_linear(x: jax.Array, weight: Matrix, fused: Fused) -> jax.Array:
+    """The C++ product of x[N, ...] in float32."""
+    if isinstance(weight, QuantizedMatrix | Int4Matrix):
+        return weight.multiply_by_kernel(x, fused)
+    return matmul_cpu.matmul(x, weight, fused=fused)
 
 
 def row_parallel_linear(x: jax.Array, weight: Matrix, tensor_axis: str | None) -> jax.Array:
@@ -84,7 +123,9 @@ def vocab_parallel_embedding(
 
 
 def _take_rows(table: Matrix, row_ids: jax.Array) -> jax.Array:
-    return table.take_rows(row_ids) if isinstance(table, QuantizedMatrix) else table[row_ids]
+    if isinstance(table, QuantizedMatrix | Int4Matrix):
+        return table.take_rows(row_ids)
+    return table[row_ids]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

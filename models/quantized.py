@@ -20,7 +20,7 @@ residual stream once for all, which leaves the inputs of two matrices a layer as
 the norms' weights folded away. A rotation at each product asks nothing of the model around it, and
 costs additions.
 
-Another format (int4 with a scale a group, fp8) is another class with these three methods.
+Another format (int4 with a scale a group in int4.py, fp8) is another class with these methods.
 """
 
 import math
@@ -33,9 +33,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import matmul_cpu
+from pallas_kernels.matmul_cpu import NOT_FUSED, Fused
 
-QUANTIZATIONS = ("int8", "int8_weight_only")
-Quantization = Literal["int8", "int8_weight_only"]
+# How matrices may be stored: the two modes here, and int4.py.
+QUANTIZATIONS = ("int8", "int8_weight_only", "int4")
+Quantization = Literal["int8", "int8_weight_only", "int4"]
+INT8_MODES = ("int8", "int8_weight_only")
 
 _MAX_INT8 = 127
 # Columns that one Hadamard matrix mixes at the most; a TPU's matrix unit takes as many at a time.
@@ -72,6 +75,17 @@ class QuantizedMatrix:
         # The matrix is symmetric, and twice is the identity times its size.
         return rotate_blocks(rows, self.hadamard_size).astype(self.dtype)
 
+    def multiply_by_kernel(self, x: jax.Array, fused: Fused = NOT_FUSED) -> jax.Array:
+        """float32[N, out] of x[N, in], where `matmul_cpu.unsupported_reason` is None."""
+        return matmul_cpu.matmul(
+            x,
+            self.values,
+            self.scale,
+            quantizes_x=self.mode == "int8",
+            hadamard_size=self.hadamard_size,
+            fused=fused,
+        )
+
     def multiply(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x @ matrix.T.
 
@@ -83,13 +97,7 @@ class QuantizedMatrix:
         """
         flat = x.reshape(-1, x.shape[-1])
         if matmul_cpu.unsupported_reason(flat, self.values) is None:
-            product = matmul_cpu.matmul(
-                flat,
-                self.values,
-                self.scale,
-                quantizes_x=self.mode == "int8",
-                hadamard_size=self.hadamard_size,
-            )
+            product = self.multiply_by_kernel(flat)
         else:
             product = xla_multiply(self, flat)
         return product.reshape(*x.shape[:-1], -1).astype(out_dtype or x.dtype)
@@ -136,7 +144,12 @@ def rotate_blocks(x: jax.Array, size: int) -> jax.Array:
 
 
 def quantize_matrix(matrix: np.ndarray, mode: Quantization, dtype: str) -> QuantizedMatrix:
-    """The int8 form of a float matrix [out, in], made on the host.
+    """The int8 form of a float matrix [out, in], made on the host, on the default device."""
+    return jax.tree.map(jnp.asarray, quantize_on_host(matrix, mode, dtype))
+
+
+def quantize_on_host(matrix: np.ndarray, mode: Quantization, dtype: str) -> QuantizedMatrix:
+    """The int8 form of a float matrix [out, in], in numpy arrays.
 
     A row of zeros gets the scale 0.
     """
@@ -154,7 +167,7 @@ def quantize_matrix(matrix: np.ndarray, mode: Quantization, dtype: str) -> Quant
         inverse = np.divide(_MAX_INT8, largest, out=np.zeros_like(largest), where=largest > 0)
         values[chunk] = np.rint(rows * inverse[:, None])
         scale[chunk] = largest / np.float32(_MAX_INT8)
-    return QuantizedMatrix(jnp.asarray(values), jnp.asarray(scale), mode, dtype, size)
+    return QuantizedMatrix(values, scale, mode, dtype, size)  # pyright: ignore[reportArgumentType]
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -15,6 +15,7 @@ from paged_jax.models.checkpoint import (
 )
 from paged_jax.models.config import GenerationInfo, ModelConfig, ModelLoadError, RopeConfig
 from paged_jax.models.gguf_file import GgufHeader, GgufTensor, gguf_metadata, read_header
+from paged_jax.models.int4 import INT4_COLUMNS, Int4Rows, int4_rows_of_ggml
 from paged_jax.models.params import rename_tensors
 from paged_jax.models.registry import MODELS
 
@@ -120,6 +121,7 @@ def open_gguf(path: str | os.PathLike[str]) -> Checkpoint:
             key: value for key, value in header.metadata.items() if key.startswith("tokenizer.")
         },
         read=reader.read,
+        read_int4=reader.read_int4,
     )
 
 
@@ -277,28 +279,66 @@ class _TensorReader:
                     f"and the file has {self.header.file_bytes} bytes; fetch it again"
                 )
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """The named tensor in dtype, its rows in Hugging Face's order."""
+    def read(
+        self, name: str, dtype: np.dtype, index: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
+        """The named tensor in dtype, its rows in Hugging Face's order.
+
+        index: the part that is wanted, a slice of whole heads where the rows are heads'; other rows
+            are not looked at.
+        """
         tensor = self.header.tensors[name]
         quantization_type = self._quantization_type(tensor)
         num_rows, row_length = _num_rows(tensor), tensor.shape[-1]
-        stored = np.memmap(
+        rows, columns = slice(0, num_rows), slice(0, row_length)
+        if index is not None:
+            rows, columns = index if len(index) == 2 else (rows, *index)
+        stored = self._stored_rows(tensor)[rows]
+        values = np.empty((len(stored), columns.stop - columns.start), dtype)
+        rows_per_chunk = max(1, CHUNK_NUMBERS // row_length)
+        for start in range(0, len(stored), rows_per_chunk):
+            chunk = slice(start, start + rows_per_chunk)
+            numbers = self._gguf.quants.dequantize(np.asarray(stored[chunk]), quantization_type)
+            values[chunk] = numbers[:, columns]
+        values = self._in_order(name, values)
+        return values if len(tensor.shape) > 1 else values[0]
+
+    def read_int4(self, name: str, index: tuple[slice, ...] | None) -> Int4Rows | None:
+        """The named matrix as the file has it, its rows in Hugging Face's order.
+
+        Returns: None where it is stored in another way than 4 bits with a scale for each 32
+            columns, or where `index` cuts through these.
+        """
+        tensor = self.header.tensors[name]
+        type_name = self._quantization_type(tensor).name
+        if type_name not in ("Q4_0", "Q4_1"):
+            return None
+        rows, columns = index or (slice(None), slice(0, tensor.shape[1]))
+        if columns.start % INT4_COLUMNS or columns.stop % INT4_COLUMNS:
+            return None
+        stored = self._in_order(name, np.asarray(self._stored_rows(tensor)[rows]))
+        blocks = stored.reshape(len(stored), tensor.shape[1] // INT4_COLUMNS, -1)
+        return int4_rows_of_ggml(
+            blocks[:, columns.start // INT4_COLUMNS : columns.stop // INT4_COLUMNS],
+            has_minimum=type_name == "Q4_1",
+        )
+
+    def _stored_rows(self, tensor: GgufTensor) -> np.ndarray:
+        """uint8[rows, bytes of a row], mapped from the file."""
+        return np.memmap(
             self.header.path,
             dtype=np.uint8,
             mode="r",
             offset=tensor.offset_bytes,
-            shape=(num_rows, self._row_bytes(tensor)),
+            shape=(_num_rows(tensor), self._row_bytes(tensor)),
         )
-        values = np.empty((num_rows, row_length), dtype)
-        rows_per_chunk = max(1, CHUNK_NUMBERS // row_length)
-        for start in range(0, num_rows, rows_per_chunk):
-            chunk = slice(start, start + rows_per_chunk)
-            values[chunk] = self._gguf.quants.dequantize(
-                np.asarray(stored[chunk]), quantization_type
-            )
-        if name in self._num_heads:
-            values = _undo_rope_permutation(values, self._num_heads[name])
-        return values.reshape(tensor.shape)
+
+    def _in_order(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Rows of whole heads of the named tensor, whatever is in them, in Hugging Face's order."""
+        if name not in self._num_heads:
+            return rows
+        num_rows = _num_rows(self.header.tensors[name])
+        return _undo_rope_permutation(rows, self._num_heads[name] * len(rows) // num_rows)
 
     def _quantization_type(self, tensor: GgufTensor) -> Any:
         types = {int(member): member for member in self._gguf.GGMLQuantizationType}

@@ -1,8 +1,8 @@
 // Ragged paged attention on a CPU, called by XLA through its foreign function interface.
 //
 // Work is cut into items: a tile of query rows of one sequence, one KV head with all query heads
-// that share it, and a range of tokens. XLA's own threads take items until none is left, the most
-// costly first. How a sequence is cut depends on nothing but itself, so that neighbours in the
+// that share it, and a range of tokens. Threads take items until none is left, the most costly
+// first. How a sequence is cut depends on nothing but itself, so that neighbours in the
 // batch change no bit of its result.
 //
 //   few rows (decodes): 256 tokens an item, cut at multiples of 256; the parts of a longer sequence
@@ -15,16 +15,15 @@
 // at a time, in the cache.
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "attention_cpu_math.h"
 #include "attention_cpu_plan.h"
 #include "attention_cpu_pool.h"
+#include "matmul_cpu_threads.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -261,35 +260,12 @@ void merge(const Batch& batch, const Merge& merged) {
   write_rows(batch, merged.first, sum);
 }
 
-// Counts of a call's items. It outlives the call, for threads that come when all is done.
-struct Progress {
-  std::atomic<int> next{0}, done{0};
-};
-
-// Takes items until none is left. Touches batch and items only while some are left.
-void take_items(const Batch* batch, const Item* items, int num_items, Progress* progress) {
-  for (int i; (i = progress->next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
-    attend(*batch, items[i]);
-    progress->done.fetch_add(1, std::memory_order_release);
-  }
-}
-
 void run(const Batch& batch, const std::vector<Item>& items, ffi::ThreadPool& threads) {
   constexpr int64_t kWorthAThread = 1 << 13;  // of cost: some microseconds
   int64_t cost = 0;
   for (const Item& item : items) cost += item.cost(batch.group());
-  const int num_items = items.size();
-  const int64_t wanted = std::min<int64_t>(num_items, 1 + cost / kWorthAThread);
-  const auto progress = std::make_shared<Progress>();
-  for (int64_t i = 1; i < std::min(wanted, threads.num_threads()); ++i) {
-    threads.Schedule([batch = &batch, items = items.data(), num_items, progress] {
-      take_items(batch, items, num_items, progress.get());
-    });
-  }
-  // The caller works too and waits only for items that a running thread has taken, so that it
-  // needs no free thread to come to an end.
-  take_items(&batch, items.data(), num_items, progress.get());
-  while (progress->done.load(std::memory_order_acquire) < num_items) std::this_thread::yield();
+  matmul::for_each_item(items.size(), 1 + cost / kWorthAThread, threads,
+                        [&](int64_t i) { attend(batch, items[i]); });
 }
 
 ffi::Error attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool,

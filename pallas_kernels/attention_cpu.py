@@ -1,7 +1,7 @@
 """Ragged paged attention as C++, for CPUs where a compiler is found.
 
 The kernel is `attention_cpu.cc`, which says how it works; it is built on first use
-(`native_build`) and called through XLA's foreign function interface, on XLA's own threads.
+(`native_build`) and called through XLA's foreign function interface.
 
 Where it has to be a part of a program it is an operation like any other: under jit, in loops, under
 shard_map, in XLA's persistent cache. vmap runs it one batch after another.
@@ -23,7 +23,15 @@ from pallas_kernels.native_build import NativeBuildError, build_library, source_
 
 _FOLDER = pathlib.Path(__file__).parent
 _SOURCE = _FOLDER / "attention_cpu.cc"
-_HEADERS = tuple(_FOLDER / f"attention_cpu_{part}.h" for part in ("math", "plan", "pool"))
+_HEADERS = tuple(
+    _FOLDER / name
+    for name in (
+        "attention_cpu_math.h",
+        "attention_cpu_plan.h",
+        "attention_cpu_pool.h",
+        "matmul_cpu_threads.h",
+    )
+)
 # The numbers are those of PoolKind in attention_cpu_pool.h.
 POOL_KINDS = {
     jnp.dtype(jnp.float32): 0,

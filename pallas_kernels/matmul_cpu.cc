@@ -10,7 +10,11 @@
 //    row 1  b0 b1 b2 ...    ==>      a1 b1 c1 ...    * x[n] ==>   [x rows][panel rows]
 //    row 2  c0 c1 c2 ...             a2 b2 c2 ...
 //
-// For one row of x the turning costs more than the product, and less than the memory.
+// For one row of x the turning costs more than the product, and less than the memory. For many rows
+// x is turned instead, see matmul_cpu_wide.h.
+//
+// On the way in, a row of x may be normalised or gated (matmul_cpu_input.h); on the way out, a
+// residual added.
 //
 // A row's sums are taken in one order whatever its neighbours and the threads, so that a row's
 // result has the same bits in every batch.
@@ -19,14 +23,16 @@
 //   int8, widened: the integers as float32, the weight's scales applied at the end.
 //   int8, quantised: each row of x is rounded to int8 by its own largest absolute value first,
 //       after a Hadamard transform of its blocks if asked for; the sums are int32 and exact.
+//   int4: see matmul_cpu_int4.h.
 
-#include <cmath>
-#include <limits>
 #include <vector>
 
 #include "matmul_cpu_hadamard.h"
+#include "matmul_cpu_input.h"
+#include "matmul_cpu_int4.h"
 #include "matmul_cpu_panel.h"
 #include "matmul_cpu_threads.h"
+#include "matmul_cpu_wide.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -35,7 +41,6 @@ namespace matmul {
 namespace {
 
 constexpr int64_t kMaxRows = 256;  // of x in one item: its sums stay in the second level of cache
-constexpr float kMaxInt8 = 127.0f;
 
 // A thread's own memory, kept between calls; `Use` tells apart what is alive at the same time.
 template <class Use>
@@ -54,38 +59,23 @@ struct Product {
   const int32_t* x_sum;     // [num_rows], of its integers; with x_scale
   const char* weight;
   const float* weight_scale;  // [num_out], or null
+  const float* residual;      // [num_rows, num_out], or null
   float* out;                 // [num_rows, num_out]
   int64_t num_rows, num_out, words_per_row, weight_row_bytes;
 
   int64_t num_panels() const { return ceil_div(num_out, kPanelRows); }
 };
 
-float bfloat16_at(const uint16_t* from, int64_t i) {
-  return bits_of<float>(static_cast<uint32_t>(from[i]) << 16);
-}
-
-float element(const float* from, int64_t i) { return from[i]; }
-float element(const uint16_t* from, int64_t i) { return bfloat16_at(from, i); }
-
-// Rounds a row to int8, half to even, by its largest absolute value. A row that holds a NaN or an
-// infinity gets the scale NaN.
-template <class Element>
-void quantize_row(const Element* x, int64_t size, int8_t* values, float* scale, int32_t* sum) {
-  uint32_t largest_bits = 0;  // Ordered as the numbers are, and above all of them for NaN.
-  for (int64_t i = 0; i < size; ++i) {
-    const uint32_t size_bits = bits_of<uint32_t>(element(x, i)) & 0x7FFFFFFF;
-    largest_bits = std::max(largest_bits, size_bits);
+// Adds the residual, if there is one, to what was written of some rows of x and of the weight.
+// Apart from the writing, which some forms of the product would round together with the sum.
+void add_residual(const float* residual, float* out, int64_t num_out, int64_t first_out, int count,
+                  int64_t first_row, int64_t num_rows) {
+  if (residual == nullptr) return;
+  asm volatile("" ::: "memory");
+  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
+    const int64_t at = row * num_out + first_out;
+    for (int i = 0; i < count; ++i) out[at + i] += residual[at + i];
   }
-  const float largest = bits_of<float>(largest_bits);
-  *scale = std::isfinite(largest) ? largest / kMaxInt8 : std::numeric_limits<float>::quiet_NaN();
-  const float inverse = largest > 0 && std::isfinite(largest) ? kMaxInt8 / largest : 0.0f;
-  int32_t total = 0;
-  for (int64_t i = 0; i < size; ++i) {
-    const int32_t value = std::rint(inverse > 0 ? element(x, i) * inverse : 0.0f);
-    values[i] = static_cast<int8_t>(value);
-    total += value;
-  }
-  *sum = total;
 }
 
 // The sums of one panel and up to kMaxRows rows, [row][kPanelRows].
@@ -133,100 +123,172 @@ void write_panel(const Product& p, int64_t panel, int64_t first_row, int64_t num
       out[j] = p.weight_scale ? sum * p.weight_scale[first_out + j] : sum;
     }
   }
+  add_residual(p.residual, p.out, p.num_out, first_out, count, first_row, num_rows);
 }
 
 // Threads that the work is worth: some microseconds each.
 int64_t threads_for(int64_t bytes) { return 1 + bytes / (32 << 10); }
 
-template <class Format, class Multiply, bool is_int8>
-void multiply(const Product& p, ffi::ThreadPool& threads) {
-  if (p.num_rows == 0 || p.num_out == 0) return;
-  const int64_t row_blocks = ceil_div(p.num_rows, kMaxRows);
-  const int64_t rows_each = ceil_div(p.num_rows, row_blocks);
+// Calls work(panel, first row, number of rows) for all panels of a weight of so many bytes and all
+// rows of x, up to kMaxRows at a time.
+template <class Work>
+void share_panels(int64_t num_panels, int64_t weight_bytes, int64_t num_rows,
+                  ffi::ThreadPool& threads, const Work& work) {
+  const int64_t rows_each =
+      round_up(ceil_div(num_rows, ceil_div(num_rows, kMaxRows)), kPanelRows);
+  const int64_t row_blocks = ceil_div(num_rows, rows_each);
   // Neighbouring panels together, which memory serves best, and enough pieces to share them out.
   constexpr int64_t kPiecesPerThread = 4;
   const int64_t pieces = std::max<int64_t>(1, threads.num_threads()) * kPiecesPerThread;
-  const int64_t panels_each = std::max<int64_t>(1, p.num_panels() * row_blocks / pieces);
-  const int64_t groups = ceil_div(p.num_panels(), panels_each);
-  const int64_t bytes = p.num_out * p.weight_row_bytes * (1 + p.num_rows / 8);
+  const int64_t panels_each = std::max<int64_t>(1, num_panels * row_blocks / pieces);
+  const int64_t groups = ceil_div(num_panels, panels_each);
+  const int64_t bytes = weight_bytes * (1 + num_rows / 8);
   for_each_item(row_blocks * groups, threads_for(bytes), threads, [&](int64_t item) {
     const int64_t first_row = item / groups * rows_each;
-    const int64_t num_rows = std::min(rows_each, p.num_rows - first_row);
-    const int64_t first = item % groups * panels_each;
-    const int64_t end = std::min(first + panels_each, p.num_panels());
-    for (int64_t panel = first; panel < end; ++panel) {
-      const int32_t* sums = sum_panel<Format, Multiply>(p, panel, first_row, num_rows);
-      write_panel<is_int8>(p, panel, first_row, num_rows, sums);
+    const int64_t end = std::min(item % groups * panels_each + panels_each, num_panels);
+    for (int64_t panel = item % groups * panels_each; panel < end; ++panel) {
+      work(panel, first_row, std::min(rows_each, num_rows - first_row));
     }
   });
 }
 
-// Calls work(first, end) for ranges of the rows of x, each of `row_bytes`.
+// Writes the sums of a group of the weight's rows and a panel of x to the output, scaled. The
+// offsets of the weight's rows are in their sums.
+template <bool is_int8>
+void write_group(const Product& p, int64_t first_out, int num_out, int64_t first_row, int num_rows,
+                 const int32_t* sums, const int32_t* offsets) {
+  for (int out = 0; out < num_out; out += kLanes) {
+    const int count = std::min(kLanes, num_out - out);
+    Vec scale = Vec{} + 1.0f;
+    if (p.weight_scale) scale = load_part(p.weight_scale + first_out + out, count);
+    for (int lane = 0; lane < num_rows; lane += kLanes) {
+      Vec square[kLanes];
+      turn_sums<is_int8>(sums, out, lane, offsets, square);
+      for (int i = 0; i < std::min(kLanes, num_rows - lane); ++i) {
+        const int64_t row = first_row + lane + i;
+        const Vec real = is_int8 ? square[i] * p.x_scale[row] : square[i];
+        const Vec scaled = p.weight_scale ? real * scale : real;
+        store_part(p.out + row * p.num_out + first_out + out, count, scaled);
+      }
+    }
+  }
+  add_residual(p.residual, p.out, p.num_out, first_out, num_out, first_row, num_rows);
+}
+
+// Whether turning x is cheaper than turning the weight, which costs as much as eight rows, and a
+// thirtieth more on top. With x turned lanes without a row cost as much as others, and what a group
+// costs besides as much as so many `extra_rows`.
+bool is_better_wide(int64_t num_rows, int64_t extra_rows) {
+  return round_up(num_rows, kLanes) + extra_rows <= num_rows + 8 + num_rows / 30;
+}
+
+// As multiply, but x is turned; of a weight whose rows are whole words.
+template <class Format, class Multiply, bool is_int8>
+void multiply_wide(const Product& p, ffi::ThreadPool& threads) {
+  if (p.num_out == 0) return;
+  struct WideX;
+  const int64_t panel_size = p.words_per_row * kPanelRows;
+  int32_t* const panels = scratch<WideX>(ceil_div(p.num_rows, kPanelRows) * panel_size);
+  const int64_t x_row_bytes = p.words_per_row * kWordBytes;
+  const auto turn_x = [&](int64_t panel) {
+    const int64_t row = panel * kPanelRows;
+    const Rows rows{reinterpret_cast<const char*>(p.x + row * p.words_per_row), x_row_bytes,
+                    static_cast<int>(std::min<int64_t>(kPanelRows, p.num_rows - row))};
+    fill_panel<Format>(rows, 0, p.words_per_row, panels + panel * panel_size);
+  };
+  for_each_item(ceil_div(p.num_rows, kPanelRows), threads_for(p.num_rows * x_row_bytes), threads,
+                turn_x);
+  const auto multiply_rows = [&](int64_t index, int64_t first_row, int64_t num_rows) {
+    const int64_t first_out = index * kGroupRows;
+    const Rows group{p.weight + first_out * p.weight_row_bytes, p.weight_row_bytes,
+                     static_cast<int>(std::min<int64_t>(kGroupRows, p.num_out - first_out))};
+    struct GroupSums;
+    int32_t* const sums = scratch<GroupSums>(kGroupRows * kPanelRows);
+    int32_t offsets[kGroupRows] = {};
+    if constexpr (is_int8 && kWeightOffset) {
+      sum_rows(group, offsets);
+      for (int32_t& offset : offsets) offset *= kWeightOffset;
+    }
+    for (int64_t row = first_row; row < first_row + num_rows; row += kPanelRows) {
+      const int rows = std::min<int64_t>(kPanelRows, first_row + num_rows - row);
+      const int32_t* panel = panels + row * p.words_per_row;
+      multiply_group<Multiply>(group, panel, rows, p.words_per_row, sums);
+      write_group<is_int8>(p, first_out, group.count, row, rows, sums, offsets);
+    }
+  };
+  share_panels(ceil_div(p.num_out, kGroupRows), p.num_out * p.weight_row_bytes, p.num_rows,
+               threads, multiply_rows);
+}
+
+template <class Format, class Multiply, bool is_int8>
+void multiply(const Product& p, ffi::ThreadPool& threads) {
+  if (p.num_rows == 0 || p.num_out == 0) return;
+  share_panels(p.num_panels(), p.num_out * p.weight_row_bytes, p.num_rows, threads,
+               [&](int64_t panel, int64_t first_row, int64_t num_rows) {
+                 const int32_t* sums = sum_panel<Format, Multiply>(p, panel, first_row, num_rows);
+                 write_panel<is_int8>(p, panel, first_row, num_rows, sums);
+               });
+}
+
+// Calls work(row, numbers, memory) for all rows of x, where `memory` is the thread's own, of as
+// many numbers as a row has in x, and may be where the row's numbers are.
 template <class Work>
-void for_row_ranges(int64_t num_rows, int64_t row_bytes, ffi::ThreadPool& threads,
-                    const Work& work) {
+void for_each_row(const Input& input, ffi::ThreadPool& threads, const Work& work) {
   constexpr int64_t kRangeRows = 16;
-  for_each_item(ceil_div(num_rows, kRangeRows), threads_for(num_rows * row_bytes / 4), threads,
-                [&](int64_t range) {
-                  const int64_t first = range * kRangeRows;
-                  work(first, std::min(first + kRangeRows, num_rows));
-                });
+  const int64_t num_threads = threads_for(input.num_rows * input.stored_size());
+  const auto take_range = [&](int64_t range) {
+    struct RowX;
+    float* const memory = reinterpret_cast<float*>(scratch<RowX>(input.stored_size()));
+    const int64_t end = std::min(range * kRangeRows + kRangeRows, input.num_rows);
+    for (int64_t row = range * kRangeRows; row < end; ++row) {
+      work(row, input.row(row, memory), memory);
+    }
+  };
+  for_each_item(ceil_div(input.num_rows, kRangeRows), num_threads, threads, take_range);
 }
 
-template <class Element>
-void transform_and_quantize_row(const Element* x, int64_t size, int64_t hadamard_size,
-                                int8_t* values, float* scale, int32_t* sum) {
-  if (hadamard_size == 1) return quantize_row(x, size, values, scale, sum);
-  struct TransformedX;
-  float* const transformed = reinterpret_cast<float*>(scratch<TransformedX>(size));
-  for (int64_t i = 0; i < size; ++i) transformed[i] = element(x, i);
-  transform_blocks(transformed, size, hadamard_size);
-  quantize_row(transformed, size, values, scale, sum);
-}
-
-void multiply_quantized(Product p, const ffi::AnyBuffer& x, int64_t size, int64_t hadamard_size,
+void multiply_quantized(Product p, const Input& input, int64_t hadamard_size,
                         ffi::ThreadPool& threads) {
-  p.words_per_row = ceil_div(size, kWordBytes);
+  p.words_per_row = ceil_div(input.size, kWordBytes);
   struct QuantizedX;
   int32_t* const words = scratch<QuantizedX>(p.num_rows * (p.words_per_row + 2));
   int32_t* const sums = words + p.num_rows * p.words_per_row;
   float* const scales = reinterpret_cast<float*>(sums + p.num_rows);
-  for_row_ranges(p.num_rows, size * 4, threads, [&](int64_t first, int64_t end) {
-    for (int64_t row = first; row < end; ++row) {
-      int32_t* const to = words + row * p.words_per_row;
-      to[p.words_per_row - 1] = 0;
-      int8_t* const values = reinterpret_cast<int8_t*>(to);
-      if (x.element_type() == ffi::BF16) {
-        const auto* from = static_cast<const uint16_t*>(x.untyped_data()) + row * size;
-        transform_and_quantize_row(from, size, hadamard_size, values, scales + row, sums + row);
-      } else {
-        const auto* from = static_cast<const float*>(x.untyped_data()) + row * size;
-        transform_and_quantize_row(from, size, hadamard_size, values, scales + row, sums + row);
-      }
+  for_each_row(input, threads, [&](int64_t row, const float* from, float* memory) {
+    if (hadamard_size > 1) {
+      if (from != memory) std::memcpy(memory, from, input.size * sizeof(float));
+      transform_blocks(memory, input.size, hadamard_size);
+      from = memory;
     }
+    int32_t* const to = words + row * p.words_per_row;
+    to[p.words_per_row - 1] = 0;
+    quantize_row(from, input.size, reinterpret_cast<int8_t*>(to), scales + row, sums + row);
   });
   p.x = words;
   p.x_scale = scales;
   p.x_sum = sums;
-  multiply<Int8Words, Int8Product, true>(p, threads);
+  if (input.size % kWordBytes == 0 && is_better_wide(p.num_rows, 4)) {
+    multiply_wide<Int8Words, Int8Product, true>(p, threads);
+  } else {
+    multiply<Int8Words, Int8Product, true>(p, threads);
+  }
 }
 
-void multiply_floats(Product p, const ffi::AnyBuffer& x, int64_t size, ffi::DataType weight_type,
+void multiply_floats(Product p, const Input& input, ffi::DataType weight_type,
                      ffi::ThreadPool& threads) {
-  p.words_per_row = size;
-  p.x = static_cast<const int32_t*>(x.untyped_data());
-  if (x.element_type() == ffi::BF16) {
-    struct WideX;
-    int32_t* const words = scratch<WideX>(p.num_rows * size);
-    const auto* from = static_cast<const uint16_t*>(x.untyped_data());
-    for_row_ranges(p.num_rows, size * 4, threads, [&](int64_t first, int64_t end) {
-      for (int64_t i = first * size; i < end * size; ++i) {
-        words[i] = static_cast<int32_t>(static_cast<uint32_t>(from[i]) << 16);
-      }
+  p.words_per_row = input.size;
+  p.x = static_cast<const int32_t*>(input.x);
+  if (!input.is_in_place()) {
+    struct FloatX;
+    int32_t* const words = scratch<FloatX>(p.num_rows * input.size);
+    for_each_row(input, threads, [&](int64_t row, const float* from, float*) {
+      std::memcpy(words + row * input.size, from, input.size * sizeof(float));
     });
     p.x = words;
   }
-  if (weight_type == ffi::F32) {
+  if (weight_type == ffi::F32 && is_better_wide(p.num_rows, 0)) {
+    multiply_wide<FloatWords, FloatProduct, false>(p, threads);
+  } else if (weight_type == ffi::F32) {
     multiply<FloatWords, FloatProduct, false>(p, threads);
   } else if (weight_type == ffi::BF16) {
     multiply<Bfloat16Words, FloatProduct, false>(p, threads);
@@ -235,31 +297,88 @@ void multiply_floats(Product p, const ffi::AnyBuffer& x, int64_t size, ffi::Data
   }
 }
 
+Input make_input(ffi::AnyBuffer& x, int64_t size, int64_t prologue,
+                 ffi::Buffer<ffi::F32>& norm_weight, float norm_eps) {
+  return {x.untyped_data(), x.element_type() == ffi::BF16, x.dimensions()[0], size,
+          static_cast<Prologue>(prologue), norm_weight.typed_data(), norm_eps};
+}
+
+const float* optional(ffi::Buffer<ffi::F32>& buffer) {
+  return buffer.element_count() ? buffer.typed_data() : nullptr;
+}
+
 ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                  ffi::Buffer<ffi::F32> weight_scale, ffi::Result<ffi::Buffer<ffi::F32>> out,
-                  bool quantizes_x, int64_t hadamard_size) {
-  const auto x_dims = x.dimensions(), weight_dims = weight.dimensions();
+                  ffi::Buffer<ffi::F32> weight_scale, ffi::Buffer<ffi::F32> norm_weight,
+                  ffi::Buffer<ffi::F32> residual, ffi::Result<ffi::Buffer<ffi::F32>> out,
+                  bool quantizes_x, int64_t hadamard_size, int64_t prologue, float norm_eps) {
+  const auto weight_dims = weight.dimensions();
+  const Input input = make_input(x, weight_dims[1], prologue, norm_weight, norm_eps);
   Product p{};
-  p.num_rows = x_dims[0];
+  p.num_rows = input.num_rows;
   p.num_out = weight_dims[0];
   p.weight = static_cast<const char*>(weight.untyped_data());
   p.weight_row_bytes = weight_dims[1] * ffi::ByteWidth(weight.element_type());
-  p.weight_scale = weight_scale.element_count() ? weight_scale.typed_data() : nullptr;
+  p.weight_scale = optional(weight_scale);
+  p.residual = optional(residual);
   p.out = out->typed_data();
   if (quantizes_x) {
-    multiply_quantized(p, x, x_dims[1], hadamard_size, threads);
+    multiply_quantized(p, input, hadamard_size, threads);
   } else {
-    multiply_floats(p, x, x_dims[1], weight.element_type(), threads);
+    multiply_floats(p, input, weight.element_type(), threads);
   }
+  return ffi::Error::Success();
+}
+
+// The rows of x as int8, in memory of this thread.
+Int4Input quantize_for_int4(const Input& input, ffi::ThreadPool& threads) {
+  const int64_t num_blocks = input.size / kInt4Columns, blocks = input.num_rows * num_blocks;
+  struct Int4X;
+  int32_t* const memory = scratch<Int4X>(blocks * (kInt4Words + 2));
+  float* const scale = reinterpret_cast<float*>(memory + blocks * kInt4Words);
+  const Int4Input result{reinterpret_cast<int8_t*>(memory), scale, scale + blocks};
+  for_each_row(input, threads, [&](int64_t row, const float* from, float*) {
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const int64_t block = row * num_blocks + i;
+      quantize_columns(from + i * kInt4Columns, result.values + block * kInt4Columns,
+                       result.scale + block, result.sum + block);
+    }
+  });
+  return result;
+}
+
+ffi::Error matmul_int4(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> blocks,
+                       ffi::Buffer<ffi::F32> norm_weight, ffi::Buffer<ffi::F32> residual,
+                       ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t prologue, float norm_eps) {
+  Int4Product p{};
+  p.num_blocks = blocks.dimensions()[1];
+  const Input input =
+      make_input(x, p.num_blocks * kInt4Columns, prologue, norm_weight, norm_eps);
+  p.num_rows = input.num_rows;
+  p.num_out = out->dimensions()[1];
+  p.blocks = reinterpret_cast<const char*>(blocks.typed_data());
+  p.out = out->typed_data();
+  if (p.num_rows == 0 || p.num_out == 0) return ffi::Error::Success();
+  p.x = quantize_for_int4(input, threads);
+  const int64_t num_panels = ceil_div(p.num_out, kInt4Rows);
+  const auto multiply_rows = [&](int64_t panel, int64_t first_row, int64_t num_rows) {
+    multiply_int4_panel(p, panel, first_row, first_row + num_rows);
+    const int64_t first_out = panel * kInt4Rows;
+    add_residual(optional(residual), p.out, p.num_out, first_out,
+                 std::min<int64_t>(kInt4Rows, p.num_out - first_out), first_row, num_rows);
+  };
+  share_panels(num_panels, num_panels * p.num_blocks * kInt4BlockBytes, p.num_rows, threads,
+               multiply_rows);
   return ffi::Error::Success();
 }
 
 }  // namespace
 }  // namespace matmul
 
-// The only symbols that are visible outside.
+// The only symbols that are visible outside, but for the team of threads.
 extern "C" {
 __attribute__((visibility("default"))) XLA_FFI_Error* PagedMatmul(XLA_FFI_CallFrame* call_frame);
+__attribute__((visibility("default"))) XLA_FFI_Error* PagedMatmulInt4(
+    XLA_FFI_CallFrame* call_frame);
 __attribute__((visibility("default"))) const char* PagedMatmulInt8Product() {
   return matmul::kInt8Product;
 }
@@ -271,6 +390,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmul, matmul::matmul,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<bool>("quantizes_x")
-                                  .Attr<int64_t>("hadamard_size"));
+                                  .Attr<int64_t>("hadamard_size")
+                                  .Attr<int64_t>("prologue")
+                                  .Attr<float>("norm_eps"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmulInt4, matmul::matmul_int4,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("prologue")
+                                  .Attr<float>("norm_eps"));

@@ -1,14 +1,14 @@
 """Matrix products as C++, for CPUs where a compiler is found: x[N, in] @ weight[out, in].T.
 
 The kernel is `matmul_cpu.cc`, which says how it works; it is built on first use (`native_build`)
-and called through XLA's foreign function interface, on XLA's own threads. It is an operation like
-any other: under jit, in loops, under shard_map, in XLA's persistent cache. vmap runs it one batch
-after another.
+and called through XLA's foreign function interface. It is an operation like any other: under
+jit, in loops, under shard_map, in XLA's persistent cache. vmap runs it one batch after another.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -27,15 +27,41 @@ HEADERS = tuple(
     _FOLDER / name
     for name in (
         "matmul_cpu_hadamard.h",
+        "matmul_cpu_input.h",
+        "matmul_cpu_int4.h",
         "matmul_cpu_panel.h",
         "matmul_cpu_threads.h",
+        "matmul_cpu_wide.h",
         "attention_cpu_math.h",
     )
 )
 _X_DTYPES = (jnp.float32, jnp.bfloat16)
-_WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8)
+_WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8)
+# Of the blocks that `matmul_cpu_int4.h` describes.
+INT4_COLUMNS, INT4_ROWS, INT4_BLOCK_BYTES = 32, 16, 320
+
+# The numbers are those of Prologue in matmul_cpu_input.h.
+_NO_PROLOGUE, _RMS_NORM, _SWIGLU = range(3)
 
 _log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fused:
+    """What is done to the rows of x and of the result within a product.
+
+    norm_weight: float32[in]; x / sqrt(mean of its squares + norm_eps) * norm_weight is multiplied.
+    is_swiglu: x is [N, 2 * in]; silu(first half) * second half is multiplied. Not both.
+    residual: float32[N, out], added to the result.
+    """
+
+    norm_weight: jax.Array | None = None
+    norm_eps: float = 0.0
+    is_swiglu: bool = False
+    residual: jax.Array | None = None
+
+
+NOT_FUSED = Fused()
 
 
 def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
@@ -50,7 +76,7 @@ def unsupported_reason(x: jax.Array, weight: jax.Array) -> str | None:
     if x.dtype not in _X_DTYPES:
         return f"x has dtype {x.dtype}; use float32 or bfloat16"
     if weight.dtype not in _WEIGHT_DTYPES:
-        return f"weight has dtype {weight.dtype}; use float32, bfloat16 or int8"
+        return f"weight has dtype {weight.dtype}; use float32, bfloat16, int8 or uint8"
     return missing_reason()
 
 
@@ -61,6 +87,7 @@ def matmul(
     *,
     quantizes_x: bool = False,
     hadamard_size: int = 1,
+    fused: Fused = NOT_FUSED,
     target: str | None = None,
 ) -> jax.Array:
     """x @ weight.T, times the scale of each output. Only where `unsupported_reason` is None.
@@ -77,6 +104,7 @@ def matmul(
       hadamard_size: a power of two that divides `in`: where x is quantised, each block of so many
         columns is first multiplied by the Hadamard matrix of that size (Sylvester's, of 1 and -1),
         as the weight's columns have been. 1 leaves x as it is.
+      fused: what else is done on the way.
       target: of `register`, for another build than this machine's own.
 
     Returns:
@@ -85,16 +113,19 @@ def matmul(
     Raises:
       ValueError: shapes or dtypes do not fit each other; the message names them.
     """
-    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or not x.shape[1]:
+    if x.ndim != 2 or weight.ndim != 2 or _num_columns(x, fused) != weight.shape[1]:
         raise ValueError(
             f"x {x.shape} and weight {weight.shape} do not fit: give [N, in] and [out, in]"
         )
+    if weight.dtype == jnp.uint8:
+        raise ValueError("weight has dtype uint8: blocks of int4 are for matmul_int4")
     if quantizes_x and weight.dtype != jnp.int8:
         raise ValueError(f"quantizes_x needs int8 weights, these are {weight.dtype}")
-    if hadamard_size < 1 or hadamard_size & (hadamard_size - 1) or x.shape[1] % hadamard_size:
+    num_columns = weight.shape[1]
+    if hadamard_size < 1 or hadamard_size & (hadamard_size - 1) or num_columns % hadamard_size:
         raise ValueError(
-            f"hadamard_size={hadamard_size}: give a power of two that divides the {x.shape[1]} "
-            "columns of x"
+            f"hadamard_size={hadamard_size}: give a power of two that divides the {num_columns} "
+            "columns"
         )
     if hadamard_size > 1 and not quantizes_x:
         raise ValueError(f"hadamard_size={hadamard_size} needs quantizes_x=True")
@@ -114,9 +145,93 @@ def matmul(
         x,
         weight,
         weight_scale.astype(jnp.float32),
+        *_fused_arrays(fused, x.shape[0], weight.shape),
         quantizes_x=quantizes_x,
         hadamard_size=np.int64(hadamard_size),
+        **_fused_attributes(fused),
     )
+
+
+def matmul_int4(
+    x: jax.Array,
+    blocks: jax.Array,
+    num_out: int,
+    *,
+    fused: Fused = NOT_FUSED,
+    target: str | None = None,
+) -> jax.Array:
+    """x @ weight.T with a weight of 4 bits. Only where `unsupported_reason` is None.
+
+    Each 32 numbers of a row of x are rounded to int8 by their largest absolute value, half to even.
+    A row that holds NaN or an infinity comes out as NaN. A row's result has the same bits whatever
+    rows stand beside it.
+
+    Args:
+      x: float32 or bfloat16 [N, 32 * B].
+      blocks: uint8[ceil(num_out / 16), B, INT4_BLOCK_BYTES], as `matmul_cpu_int4.h` says.
+      num_out: rows of the weight.
+      fused: what else is done on the way.
+      target: of `register`, for another build than this machine's own.
+
+    Returns:
+      float32[N, num_out].
+
+    Raises:
+      ValueError: shapes do not fit each other; the message names them.
+    """
+    num_panels = -(-num_out // INT4_ROWS)
+    num_columns = _num_columns(x, fused)
+    if x.ndim != 2 or not num_columns or num_columns % INT4_COLUMNS:
+        raise ValueError(f"x has shape {x.shape}; give [N, a multiple of {INT4_COLUMNS}]")
+    wanted = (num_panels, num_columns // INT4_COLUMNS, INT4_BLOCK_BYTES)
+    if blocks.shape != wanted:
+        raise ValueError(
+            f"blocks has shape {blocks.shape}; for x {x.shape} and num_out={num_out} give {wanted}"
+        )
+    call = jax.ffi.ffi_call(
+        f"{target or _target_name()}_int4",
+        jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32),
+        vmap_method="sequential",
+    )
+    arrays = _fused_arrays(fused, x.shape[0], (num_out, num_columns))
+    return call(x, blocks, *arrays, **_fused_attributes(fused))
+
+
+def _num_columns(x: jax.Array, fused: Fused) -> int | None:
+    """Columns that are multiplied; None where there are none, or no whole number."""
+    size = x.shape[-1]
+    if fused.is_swiglu:
+        return None if size % 2 else size // 2 or None
+    return size or None
+
+
+def _fused_arrays(
+    fused: Fused, num_rows: int, weight_shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """norm_weight and residual as the kernel takes them: an empty array stands for none."""
+    if fused.is_swiglu and fused.norm_weight is not None:
+        raise ValueError("fused: give norm_weight or is_swiglu, not both")
+    arrays = []
+    for name, wanted in (
+        ("norm_weight", weight_shape[1:]),
+        ("residual", (num_rows, *weight_shape[:1])),
+    ):
+        array = getattr(fused, name)
+        if array is None:
+            array = jnp.zeros(0, jnp.float32)
+        elif array.shape != wanted or array.dtype != jnp.float32:
+            raise ValueError(
+                f"fused.{name} is {array.dtype}{list(array.shape)}; give float32{list(wanted)}"
+            )
+        arrays.append(array)
+    return arrays[0], arrays[1]
+
+
+def _fused_attributes(fused: Fused) -> dict[str, np.generic]:
+    prologue = _SWIGLU if fused.is_swiglu else _NO_PROLOGUE
+    if fused.norm_weight is not None:
+        prologue = _RMS_NORM
+    return {"prologue": np.int64(prologue), "norm_eps": np.float32(fused.norm_eps)}
 
 
 def register(library: pathlib.Path, target: str) -> str:
@@ -129,6 +244,8 @@ def register(library: pathlib.Path, target: str) -> str:
     handler = jax.ffi.pycapsule(loaded.PagedMatmul)
     loaded.PagedMatmulInt8Product.restype = ctypes.c_char_p
     jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    int4_handler = jax.ffi.pycapsule(loaded.PagedMatmulInt4)
+    jax.ffi.register_ffi_target(f"{target}_int4", int4_handler, platform="cpu")
     return loaded.PagedMatmulInt8Product().decode()
 
 

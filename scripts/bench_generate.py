@@ -29,7 +29,7 @@ OUTPUT_LEN = flags.DEFINE_integer("output_len", 64, "Tokens an output.", lower_b
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 32, "Most sequences in a step.", lower_bound=1)
 DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of the weights.")
 QUANTIZATION = flags.DEFINE_enum(
-    "quantization", None, ["int8", "int8_weight_only"], "Of the weights."
+    "quantization", None, ["int8", "int8_weight_only", "int4"], "Of the weights."
 )
 KV_CACHE_DTYPE = flags.DEFINE_enum(
     "kv_cache_dtype", "auto", KV_CACHE_DTYPES, "Of the KV cache; auto is the weights' dtype."

@@ -16,14 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from paged_jax.models.quantized import QuantizedMatrix, xla_multiply
+from paged_jax.models import int4, quantized
+from paged_jax.models.int4 import Int4Matrix
+from paged_jax.models.quantized import QuantizedMatrix
 from pallas_kernels import matmul_cpu
 
 SHAPES = {  # [out, in]
     "demo": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
     "8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
 }
-MODES = ("int8", "int8_weight_only", "float32", "bfloat16")
+MODES = ("int8", "int8_weight_only", "int4", "float32", "bfloat16")
 
 NAMES = flags.DEFINE_list("shapes", ["demo"], f"Of {sorted(SHAPES)}.")
 ROWS = flags.DEFINE_list("rows", ["1", "8", "32", "64", "256", "512", "1024"], "Rows of x.")
@@ -38,6 +40,9 @@ def make_weights(mode: str, shape: tuple[int, int]) -> list:
     if mode in ("float32", "bfloat16"):
         weight = jnp.asarray(rng.standard_normal(shape, np.float32), mode)
         num_bytes = weight.nbytes
+    elif mode == "int4":
+        weight = int4.quantize_int4(rng.standard_normal(shape, np.float32), "float32")
+        num_bytes = weight.blocks.nbytes
     else:
         values = jnp.asarray(rng.integers(-127, 128, shape, np.int8))
         weight = QuantizedMatrix(values, jnp.ones(shape[0]), mode, "float32")  # pyright: ignore
@@ -47,15 +52,16 @@ def make_weights(mode: str, shape: tuple[int, int]) -> list:
 
 
 def kernel_multiply(mode: str, x: jax.Array, weight) -> jax.Array:
-    if isinstance(weight, QuantizedMatrix):
-        quantizes = mode == "int8"
-        return matmul_cpu.matmul(x, weight.values, weight.scale, quantizes_x=quantizes)
+    if isinstance(weight, QuantizedMatrix | Int4Matrix):
+        return weight.multiply_by_kernel(x)
     return matmul_cpu.matmul(x, weight)
 
 
 def plain_multiply(mode: str, x: jax.Array, weight) -> jax.Array:
     if isinstance(weight, QuantizedMatrix):
-        return xla_multiply(weight, x)
+        return quantized.xla_multiply(weight, x)
+    if isinstance(weight, Int4Matrix):
+        return int4.xla_multiply(weight, x)
     precision = jax.lax.Precision.HIGHEST if mode == "float32" else None
     return jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), precision=precision)
 

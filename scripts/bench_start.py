@@ -28,7 +28,7 @@ from absl import app, flags
 
 MODEL = flags.DEFINE_string("model", "demo", 'A .gguf file, folder or hub id, or "demo".')
 QUANTIZATION = flags.DEFINE_enum(
-    "quantization", "int8", ["none", "int8", "int8_weight_only"], "Of the weights."
+    "quantization", "int8", ["none", "int8", "int8_weight_only", "int4"], "Of the weights."
 )
 KV_CACHE_DTYPE = flags.DEFINE_string("kv_cache_dtype", "auto", "Of the pool.")
 POOL_MB = flags.DEFINE_integer("pool_mb", 256, "Size of the pool, in MiB.", lower_bound=1)

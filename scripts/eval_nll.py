@@ -25,7 +25,7 @@ FIELDS = flags.DEFINE_list("fields", ["question", "answer"], "Fields that make a
 NUM_TEXTS = flags.DEFINE_integer("num_texts", 100, "Rows to take.", lower_bound=1)
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 400, "Longer texts are cut.", lower_bound=2)
 QUANTIZATION = flags.DEFINE_enum(
-    "quantization", None, ["int8", "int8_weight_only"], "Of what is compared with float32."
+    "quantization", None, ["int8", "int8_weight_only", "int4"], "Of what is compared with float32."
 )
 KV_CACHE_DTYPE = flags.DEFINE_enum(
     "kv_cache_dtype", "auto", KV_CACHE_DTYPES, "Of what is compared with float32."

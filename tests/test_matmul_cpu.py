@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import pathlib
 import shutil
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from paged_jax.models import int4, layers
 from paged_jax.models.layers import linear
 from paged_jax.models.quantized import (
     hadamard_matrix,
@@ -21,6 +24,7 @@ from paged_jax.models.quantized import (
     xla_multiply,
 )
 from pallas_kernels import matmul_cpu, tpu_runtime
+from pallas_kernels.matmul_cpu import Fused
 from pallas_kernels.native_build import build_library
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +32,10 @@ pytestmark = pytest.mark.skipif(
 )
 RNG = np.random.default_rng(0)
 # [N, in, out]: nothing, one number, ends within a word, a vector, a block and a panel.
+# More rows than some are multiplied in another way (with x turned), 16 at a time.
 SHAPES = [(0, 7, 5), (1, 1, 1), (1, 64, 5), (7, 576, 577), (33, 130, 33), (300, 1537, 70)]
+SHAPES += [(12, 68, 50), (16, 1540, 97), (32, 64, 48), (300, 132, 70)]
+INT4_SHAPES = [(0, 32, 5), (1, 32, 1), (1, 576, 50), (5, 64, 16), (13, 1536, 33), (300, 96, 70)]
 # What a CPU must have to run a build, and the name of the build's int8 product.
 BUILDS = {
     "x86-64": (set(), "portable"),
@@ -64,6 +71,15 @@ def random(*shape: int) -> np.ndarray:
     """Normal numbers whose rows differ in size a thousandfold."""
     sizes = 10.0 ** RNG.uniform(-2, 1, (*shape[:-1], 1))
     return (RNG.standard_normal(shape) * sizes).astype(np.float32)
+
+
+def matrix_of(weight: np.ndarray, mode: str | None) -> Any:
+    """The weight in one of the forms that matrices have; None: as it is."""
+    if mode is None:
+        return jnp.asarray(weight)
+    if mode == "int4":
+        return int4.quantize_int4(weight, "float32")
+    return quantize_matrix(weight, mode, "float32")  # pyright: ignore[reportArgumentType]
 
 
 def uses_kernel(function, *arguments) -> bool:
@@ -131,34 +147,117 @@ def test_float_products(build, shape) -> None:
     check_product(multiply(jnp.asarray(x), matrix.values, matrix.scale), x, real, 3e-6)
 
 
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("shape", INT4_SHAPES, ids=str)
+def test_int4_products_are_exact_but_for_the_scaling(build, shape) -> None:
+    """Against float64, with x rounded here as the kernel is to round it."""
+    num_rows, size, num_out = shape
+    x = random(num_rows, size)
+    rows = int4.quantize_rows(random(num_out, size))
+    rows.scale[0, 0] = 2.0**-24  # The smallest that float16 has, and a negative minimum.
+    if num_rows:  # A group of zeros, and ties of the rounding.
+        x[0, :32] = 0
+        x[0, -32:] = np.arange(32) + np.float32(0.5)
+        x[0, -1] = 127
+    groups = x.reshape(num_rows, size // 32, 32)
+    largest = np.abs(groups).max(axis=-1, initial=0)
+    inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+    real_x = np.rint(groups * inverse[..., None]).astype(np.float64)
+    real_x *= (largest / np.float32(127))[..., None].astype(np.float64)
+    low, high = rows.nibbles & 15, rows.nibbles >> 4
+    weight = np.concatenate([low, high], axis=-1).astype(np.float64)
+    weight = weight * rows.scale[..., None].astype(np.float64)
+    weight = (weight + rows.minimum[..., None].astype(np.float64)).reshape(num_out, size)
+    blocks = jnp.asarray(int4.pack_rows(rows, "float32").blocks)
+    for dtype in ("float32", "bfloat16") if num_rows == 5 else ("float32",):
+        if dtype == "bfloat16":  # Numbers that are the same in both.
+            x = np.rint(real_x.reshape(x.shape) * 4).clip(-127, 127).astype(np.float32)
+            x[:, ::32] = 127
+            real_x = x
+        out = matmul_cpu.matmul_int4(
+            jnp.asarray(x, dtype), blocks, num_out, target=target_of(build)
+        )
+        check_product(out, real_x.reshape(x.shape), weight, 3e-6)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("mode", ["int8", "int8_weight_only", None])
+@pytest.mark.parametrize("mode", ["int8", "int8_weight_only", "int4", None])
 def test_what_is_no_number_spoils_its_own_row_only(mode, bad) -> None:
     x, weight = random(40, 96), random(50, 96)
-    matrix = jnp.asarray(weight) if mode is None else quantize_matrix(weight, mode, "float32")
+    matrix = matrix_of(weight, mode)
     clean = np.asarray(linear(jnp.asarray(x), matrix))
     x[13, 5] = bad
     out = np.asarray(linear(jnp.asarray(x), matrix))
     assert not np.isfinite(out[13]).any()
-    assert mode != "int8" or np.isnan(out[13]).all()
+    assert mode not in ("int8", "int4") or np.isnan(out[13]).all()
     others = np.arange(40) != 13
     np.testing.assert_array_equal(out[others], clean[others])
 
 
-@pytest.mark.parametrize("mode", ["int8", "int8_weight_only", None])
+@pytest.mark.parametrize("mode", ["int8", "int8_weight_only", "int4", None])
 def test_a_row_has_the_same_bits_in_every_batch(mode) -> None:
-    """Whatever the tiles, the threads and the neighbours."""
-    x, weight = jnp.asarray(random(700, 600)), random(200, 600)
-    values, scale = jnp.asarray(weight), None
-    if mode is not None:
-        matrix = quantize_matrix(weight, mode, "float32")
-        values, scale = matrix.values, matrix.scale
-    multiply = lambda x: matmul_cpu.matmul(x, values, scale, quantizes_x=mode == "int8")
+    """Whatever the tiles, the threads, the neighbours, and which factor is turned."""
+    x, matrix = jnp.asarray(random(700, 608)), matrix_of(random(200, 608), mode)
+    # One row of float32 is XLA's elsewhere.
+    multiply = lambda x: matmul_cpu.matmul(x, matrix) if mode is None else linear(x, matrix)
     whole = np.asarray(multiply(x))
     for _ in range(5):
         np.testing.assert_array_equal(multiply(x), whole)
-    for first, count in ((0, 1), (5, 13), (300, 257), (699, 1)):
+    for first, count in ((0, 1), (5, 13), (9, 8), (40, 32), (300, 257), (699, 1)):
         np.testing.assert_array_equal(multiply(x[first:][:count]), whole[first:][:count])
+
+
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+def test_what_is_fused_is_done_to_the_rows(build, num_rows) -> None:
+    """Against float64: before the product, after it, and both; columns that end in a vector."""
+    size, num_out, target = 203, 50, target_of(build)
+    x, weight = random(num_rows, size), random(num_out, size)
+    norm_weight = RNG.uniform(0.5, 2, size).astype(np.float32)
+    residual = random(num_rows, num_out)
+    gate_up = 4 * random(num_rows, 2 * size)
+    gate_up[0, :4] = [-200, 200, 0, -0.001]  # Where a careless exponential overflows.
+    wide = x.astype(np.float64)
+    normed = wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * norm_weight
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    inner = gate / (1 + np.exp(-gate)) * up
+    multiply = functools.partial(matmul_cpu.matmul, weight=jnp.asarray(weight), target=target)
+    norm = Fused(norm_weight=jnp.asarray(norm_weight), norm_eps=1e-5)
+    check_product(multiply(jnp.asarray(x), fused=norm), normed, weight, 4e-6)
+    swiglu = Fused(is_swiglu=True)
+    product = multiply(jnp.asarray(gate_up), fused=swiglu)
+    check_product(product, inner, weight, 4e-6)
+    # The sum with the residual is rounded once more, and nothing else.
+    both = Fused(is_swiglu=True, residual=jnp.asarray(residual))
+    out = multiply(jnp.asarray(gate_up), fused=both)
+    np.testing.assert_array_equal(out, np.asarray(product) + residual)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8_weight_only", "int4", None])
+def test_a_model_layers_fused_products_are_the_plain_ones(mode) -> None:
+    x, residual = jnp.asarray(random(70, 96)), jnp.asarray(random(70, 50))
+    norm_weight = jnp.asarray(RNG.uniform(0.5, 2, 96).astype(np.float32))
+    gate_up, matrix = jnp.asarray(random(70, 192)), matrix_of(random(50, 96), mode)
+    # A sum rounded in another order may fall to the other side of a step of int8.
+    limit = {"rtol": 0, "atol": 1e-6 if mode in (None, "int8_weight_only") else 1e-3}
+    functions = [
+        (lambda x: layers.norm_linear(x, norm_weight, matrix, 1e-5), x,
+         lambda x: linear(layers.rms_norm(x, norm_weight, 1e-5), matrix)),
+        (lambda x: layers.add_linear(residual[: len(x)], x, matrix, None), x,
+         lambda x: residual + linear(x, matrix)),
+        (lambda x: layers.add_swiglu_linear(residual[: len(x)], x, matrix, None), gate_up,
+         lambda x: residual + linear(layers.swiglu(x), matrix)),
+    ]  # fmt: skip
+    for fused, argument, plain in functions:
+        assert uses_kernel(fused, argument)
+        out, expected = np.asarray(fused(argument)), np.asarray(plain(argument))
+        sizes = np.abs(expected).max(axis=1, keepdims=True)
+        np.testing.assert_allclose(out / sizes, expected / sizes, **limit)
+        for count in (2, 20, 33):
+            np.testing.assert_array_equal(fused(argument[:count]), out[:count])
+        # In bfloat16 the plain functions are what there is.
+        narrow = argument.astype(jnp.bfloat16)
+        assert fused(narrow).shape == out.shape
 
 
 def test_many_products_at_once_do_not_mix() -> None:
@@ -219,10 +318,15 @@ def test_chosen_on_cpu_but_not_for_a_tpu_or_a_dtype() -> None:
     assert not uses_kernel(lambda x: linear(x, matrix), x.astype(jnp.float16))
     with tpu_runtime.force_compile():
         assert not uses_kernel(lambda x: linear(x, matrix), x)
+    packed = int4.quantize_int4(random(8, 64), "float32")
+    assert uses_kernel(lambda x: linear(x, packed), x)
+    assert not uses_kernel(lambda x: linear(x, packed), x.astype(jnp.float16))
     # Floats only for the numbers of rows where it is faster.
-    weight = jnp.asarray(random(8, 64))
-    multiply = lambda x: linear(x, weight)
-    assert [uses_kernel(multiply, jnp.zeros((n, 64))) for n in (1, 8, 65)] == [False, True, False]
+    for dtype, expected in (("float32", [False, True, True]), ("bfloat16", [True, False, False])):
+        weight = jnp.asarray(random(8, 64), dtype)
+        multiply = lambda x, weight=weight: linear(x, weight)
+        rows = [jnp.zeros((n, 64), dtype) for n in (1, 8, 600)]
+        assert [uses_kernel(multiply, x) for x in rows] == expected
 
 
 def test_arguments_that_do_not_fit_are_named() -> None:
@@ -233,3 +337,31 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         matmul_cpu.matmul(x, weight, quantizes_x=True)
     with pytest.raises(ValueError, match=r"weight_scale has shape \(7,\); give one for each row"):
         matmul_cpu.matmul(x, weight, jnp.ones(7))
+    with pytest.raises(ValueError, match="uint8: blocks of int4 are for matmul_int4"):
+        matmul_cpu.matmul(x, weight.astype(jnp.uint8))
+    with pytest.raises(
+        ValueError, match=r"residual is float32\[4, 9\]; give float32\[4, 8\]"
+    ):
+        matmul_cpu.matmul(x, weight, fused=Fused(residual=jnp.zeros((4, 9))))
+    with pytest.raises(ValueError, match="norm_weight or is_swiglu, not both"):
+        both = Fused(norm_weight=jnp.ones(64), is_swiglu=True)
+        matmul_cpu.matmul(jnp.zeros((4, 128)), weight, fused=both)
+    blocks = jnp.zeros((1, 2, 320), jnp.uint8)
+    with pytest.raises(ValueError, match=r"num_out=17 give \(2, 2, 320\)"):
+        matmul_cpu.matmul_int4(x, blocks, 17)
+    with pytest.raises(ValueError, match=r"x has shape \(4, 33\); give \[N, a multiple of 32\]"):
+        matmul_cpu.matmul_int4(x[:, :33], blocks, 8)
+
+
+def test_a_team_serves_one_call_and_threads_of_xla_the_others() -> None:
+    """Products side by side in several threads of Python, for a while."""
+    x, matrix = jnp.asarray(random(40, 320)), quantize_matrix(random(900, 320), "int8", "float32")
+    multiply = jax.jit(linear)
+    expected = np.asarray(multiply(x, matrix))
+
+    def work(_: int) -> bool:
+        outs = [np.asarray(multiply(x, matrix)) for _ in range(30)]
+        return all(np.array_equal(out, expected) for out in outs)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))

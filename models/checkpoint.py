@@ -5,11 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from paged_jax.log import logger
 from paged_jax.models.config import GenerationInfo, ModelConfig, ModelLoadError
-from paged_jax.models.params import list_tensors
+from paged_jax.models.params import ReadInt4, ReadTensor, list_tensors
 from paged_jax.sampling_params import NotYetSupported, SamplingParams
 
 # Faults listed in one error; a wrong file would otherwise give one line per tensor.
@@ -24,7 +22,9 @@ class Checkpoint:
     stored_dtype: "float32", "float16", "bfloat16", or "quantized".
     tokenizer_metadata: a GGUF file's `tokenizer.*` entries; None where the tokenizer has files of
         its own beside the weights.
-    read: gives the named tensor, converted to the dtype asked for.
+    read: gives the named tensor, or a part of it, converted to the dtype asked for.
+    read_int4: gives the named tensor, or a part of it, as it is stored in 4 bits, or None where it
+        is not. None in formats that have no such tensors.
     """
 
     config: ModelConfig
@@ -32,7 +32,8 @@ class Checkpoint:
     specs: Any
     stored_dtype: str
     tokenizer_metadata: dict[str, Any] | None
-    read: Callable[[str, np.dtype], np.ndarray]
+    read: ReadTensor
+    read_int4: ReadInt4 | None = None
 
 
 def check_tensors(

@@ -70,14 +70,14 @@ def _layer_specs(config: ModelConfig, index: int) -> LlamaLayer:
     q_rows = config.num_heads * config.head_dim
     kv_rows = config.num_kv_heads * config.head_dim
 
-    def tensor(name: str, *shape: int) -> TensorSpec:
-        return TensorSpec(name=f"{prefix}{name}.weight", shape=shape)
+    def tensor(name: str, *shape: int, unit: int = 1) -> TensorSpec:
+        return TensorSpec(name=f"{prefix}{name}.weight", shape=shape, unit=unit)
 
     qkv: Any = ParamSpec(
         tensors=(
-            tensor("self_attn.q_proj", q_rows, hidden),
-            tensor("self_attn.k_proj", kv_rows, hidden),
-            tensor("self_attn.v_proj", kv_rows, hidden),
+            tensor("self_attn.q_proj", q_rows, hidden, unit=config.head_dim),
+            tensor("self_attn.k_proj", kv_rows, hidden, unit=config.head_dim),
+            tensor("self_attn.v_proj", kv_rows, hidden, unit=config.head_dim),
         ),
         num_groups=config.num_kv_heads,
         axes=("kv_heads", "embed"),
@@ -151,14 +151,13 @@ def forward(
 
     @jax.jit  # All layers are alike: traced once, unrolled by the compiler.
     def decode_layer(layer: LlamaLayer, hidden: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        normed = layers.rms_norm(hidden, layer.attn_norm, config.rms_norm_eps)
-        q, k, v = _project_qkv(normed, layer, cos, sin, config)
+        q, k, v = _project_qkv(hidden, layer, cos, sin, config)
         attended, cache = attend(q, k, v, cache)
         attended = attended.reshape(hidden.shape[0], -1).astype(hidden.dtype)
-        hidden += layers.row_parallel_linear(attended, layer.out, tensor_axis)
-        normed = layers.rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps)
-        inner = layers.swiglu(layers.linear(normed, layer.gate_up))
-        return hidden + layers.row_parallel_linear(inner, layer.down, tensor_axis), cache
+        hidden = layers.add_linear(hidden, attended, layer.out, tensor_axis)
+        eps = config.rms_norm_eps
+        gate_up = layers.norm_linear(hidden, layer.mlp_norm, layer.gate_up, eps)
+        return layers.add_swiglu_linear(hidden, gate_up, layer.down, tensor_axis), cache
 
     new_caches = []
     for layer, cache in zip(params.layers, caches, strict=True):
@@ -168,19 +167,19 @@ def forward(
 
 
 def _project_qkv(
-    x: jax.Array, layer: LlamaLayer, cos: jax.Array, sin: jax.Array, config: ModelConfig
+    hidden: jax.Array, layer: LlamaLayer, cos: jax.Array, sin: jax.Array, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D] of x[T, E], q and k rotated; the local heads under
-    tensor_axis.
+    """q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D] of hidden[T, E], normalised first; q and k rotated.
+    The local heads under tensor_axis.
     """
     num_queries = config.queries_per_kv_head
-    fused = layers.linear(x, layer.qkv)
-    grouped = fused.reshape(x.shape[0], -1, num_queries + 2, config.head_dim)
+    fused = layers.norm_linear(hidden, layer.attn_norm, layer.qkv, config.rms_norm_eps)
+    grouped = fused.reshape(hidden.shape[0], -1, num_queries + 2, config.head_dim)
     # Each group's queries and its key in one operation, which is less to compile than two.
-    turned = grouped[:, :, : num_queries + 1].reshape(x.shape[0], -1, config.head_dim)
+    turned = grouped[:, :, : num_queries + 1].reshape(hidden.shape[0], -1, config.head_dim)
     turned = layers.apply_rope(turned, cos, sin)
-    turned = turned.reshape(x.shape[0], -1, num_queries + 1, config.head_dim)
-    q = turned[:, :, :num_queries].reshape(x.shape[0], -1, config.head_dim)
+    turned = turned.reshape(hidden.shape[0], -1, num_queries + 1, config.head_dim)
+    q = turned[:, :, :num_queries].reshape(hidden.shape[0], -1, config.head_dim)
     return q, turned[:, :, num_queries], grouped[:, :, num_queries + 1]
 
 

@@ -6,19 +6,31 @@ parameter's shape, dtype or logical axes reads it there.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
+from paged_jax.models import int4
 from paged_jax.models.config import ModelLoadError
+from paged_jax.models.partition import (
+    TENSOR_AXIS,
+    Part,
+    assemble,
+    cut_dimension,
+    part_of,
+    parts_here,
+    placements,
+    whole_shape,
+)
 from paged_jax.models.quantized import (
     QUANTIZATIONS,
     Quantization,
     QuantizedMatrix,
     hadamard_size,
-    quantize_matrix,
+    quantize_on_host,
 )
 
 DTYPES = ("float32", "bfloat16")
@@ -26,10 +38,14 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One tensor of a checkpoint. Names are Hugging Face's until rename_tensors changes them."""
+    """One tensor of a checkpoint. Names are Hugging Face's until rename_tensors changes them.
+
+    unit: rows (or columns) that stay together when it is cut, a head's.
+    """
 
     name: str
     shape: tuple[int, ...]
+    unit: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,20 +102,72 @@ def rename_tensors(specs: Any, rename: Callable[[str], str]) -> Any:
     return _map_specs(rename_all, specs)
 
 
-def abstract_params(specs: Any, dtype: str, quantization: Quantization | None = None) -> Any:
-    """The parameters as jax.ShapeDtypeStruct, for lowering and for planning memory."""
+def stored_form(spec: ParamSpec, quantization: Quantization | None) -> Quantization | None:
+    """How one parameter of a quantised model is stored; None: in its dtype.
+
+    With int4, the vocabulary's matrices stay in int8: every token's scores hang on each of their
+    numbers, and files in 4 bits keep them wider too. So do rows that are no multiple of 32.
+    """
+    if not spec.is_matrix:
+        return None
+    if quantization == "int4" and ("vocab" in spec.axes or not int4.can_hold(spec.shape)):
+        return "int8"
+    return quantization
+
+
+def abstract_params(
+    specs: Any,
+    dtype: str,
+    quantization: Quantization | None = None,
+    *,
+    mesh: Mesh | None = None,
+) -> Any:
+    """The parameters as jax.ShapeDtypeStruct, for lowering and for planning memory.
+
+    mesh: they carry the shardings that `load_params` gives them there.
+    """
     check_dtype(dtype)
     check_quantization(quantization)
 
     def abstract(spec: ParamSpec) -> Any:
-        if quantization is None or not spec.is_matrix:
+        form = stored_form(spec, quantization)
+        if form is None:
             return jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype)
+        if form == "int4":
+            return int4.abstract_int4(spec.shape, dtype)
         values = jax.ShapeDtypeStruct(spec.shape, jnp.int8)
         scale = jax.ShapeDtypeStruct(spec.shape[:1], jnp.float32)
-        size = hadamard_size(spec.shape[1], quantization)
-        return QuantizedMatrix(values, scale, quantization, dtype, size)  # pyright: ignore[reportArgumentType]
+        size = hadamard_size(spec.shape[1], form)
+        return QuantizedMatrix(values, scale, form, dtype, size)  # pyright: ignore[reportArgumentType]
 
-    return _map_specs(abstract, specs)
+    if mesh is None:
+        return _map_specs(abstract, specs)
+    num_parts = mesh.shape[TENSOR_AXIS]
+
+    def spread(spec: ParamSpec) -> Any:
+        part = abstract(part_of(spec, num_parts))
+        return jax.tree.map(
+            lambda leaf, place: jax.ShapeDtypeStruct(
+                whole_shape(leaf.shape, place, num_parts),
+                leaf.dtype,
+                sharding=NamedSharding(mesh, place),
+            ),
+            part,
+            placements(spec, part, num_parts),
+        )
+
+    return _map_specs(spread, specs)
+
+
+def partition_specs(specs: Any, num_parts: int, quantization: Quantization | None = None) -> Any:
+    """The parameters' `PartitionSpec`s over the axis "tensor" of so many devices."""
+    dtype = DTYPES[0]
+
+    def place(spec: ParamSpec) -> Any:
+        part = abstract_params(part_of(spec, num_parts), dtype, quantization)
+        return placements(spec, part, num_parts)
+
+    return _map_specs(place, specs)
 
 
 def init_params(specs: Any, key: jax.Array, dtype: str) -> Any:
@@ -120,51 +188,134 @@ def init_params(specs: Any, key: jax.Array, dtype: str) -> Any:
     return treedef.unflatten([init(spec, key) for spec, key in zip(leaves, keys, strict=True)])
 
 
+# (name, part or None for all of it) -> the tensor's rows, or None: the checkpoint has no such form.
+ReadInt4 = Callable[[str, tuple[slice, ...] | None], int4.Int4Rows | None]
+
+
+class ReadTensor(Protocol):
+    """Gives the named tensor, or a part of it, converted to a dtype."""
+
+    def __call__(
+        self, name: str, dtype: np.dtype, index: tuple[slice, ...] | None = None
+    ) -> np.ndarray: ...
+
+
 def load_params(
     specs: Any,
-    read: Callable[[str, np.dtype], np.ndarray],
+    read: ReadTensor,
     dtype: str,
     quantization: Quantization | None = None,
+    *,
+    mesh: Mesh | None = None,
+    read_int4: ReadInt4 | None = None,
 ) -> Any:
-    """Reads every parameter, tensor by tensor, onto the default device.
+    """Reads every parameter, tensor by tensor, onto the default device or those of a mesh.
 
     Host memory beyond the parameters themselves stays near one parameter's, since each is placed
-    before the next is read.
+    before the next is read. Of a mesh, a process reads the parts that its own devices hold.
 
     Args:
         specs: tree of ParamSpec under the names that read() knows.
-        read: gives the named tensor, converted to the dtype asked for.
+        read: gives the named tensor, or a part of it, converted to the dtype asked for.
         dtype: "float32" or "bfloat16".
         quantization: matrices are quantised as they are read, from float32.
+        mesh: with an axis "tensor" that the model is cut over, see `models/partition.py`.
+        read_int4: gives the named tensor, or a part of it, as the checkpoint has it in 4 bits, or
+            None where it has not.
     Raises: ModelLoadError when read() gives another shape than was declared.
     """
     check_dtype(dtype)
     check_quantization(quantization)
 
-    def load(spec: ParamSpec) -> jax.Array | QuantizedMatrix:
-        is_quantized = quantization is not None and spec.is_matrix
-        leaf_dtype = jnp.dtype("float32" if is_quantized else spec.dtype or dtype)
-        parts = []
+    def load_part(spec: ParamSpec, part: Part) -> Any:
+        own = part_of(spec, part.num_parts)
+        form = stored_form(own, quantization)
+        leaf_dtype = jnp.dtype("float32" if form is not None else spec.dtype or dtype)
+        cut = cut_dimension(spec, part.num_parts)
+        pieces: list[Any] = []
         for tensor in spec.tensors:
-            part = read(tensor.name, leaf_dtype)
-            if part.shape != tensor.shape:
+            index = part.slices(tensor, cut)
+            if form == "int4" and read_int4 is not None:
+                rows = read_int4(tensor.name, None if cut is None else index)
+                if rows is not None:
+                    pieces.append(rows)
+                    continue
+            piece = read(tensor.name, leaf_dtype, None if cut is None else index)
+            shape = tuple(s.stop - s.start for s in index)
+            if piece.shape != shape:
                 raise ModelLoadError(
-                    f"tensor {tensor.name!r} was read as {part.shape}, expected {tensor.shape}"
+                    f"tensor {tensor.name!r} was read as {piece.shape}, expected {shape}"
                 )
-            parts.append(part)
-        fused = _fuse(parts, spec)
-        if quantization is not None and is_quantized:
-            return quantize_matrix(fused, quantization, dtype)
-        return jnp.asarray(fused)
+            pieces.append(int4.quantize_rows(piece) if form == "int4" else piece)
+        if form == "int4":
+            return int4.pack_rows(int4.fuse_rows(pieces, lambda arrays: fuse(arrays, own)), dtype)
+        fused = fuse(pieces, own)
+        return fused if form is None else quantize_on_host(fused, form, dtype)
 
-    return _map_specs(load, specs)
+    if mesh is None:
+        return _map_specs(lambda spec: jax.tree.map(jnp.asarray, load_part(spec, Part())), specs)
+    num_parts = mesh.shape[TENSOR_AXIS]
+    here = sorted(set(parts_here(mesh).values()))
+
+    def load_spread(spec: ParamSpec) -> Any:
+        is_cut = cut_dimension(spec, num_parts) is not None
+        parts = [load_part(spec, Part(i, num_parts)) for i in (here if is_cut else here[:1])]
+        places = placements(spec, parts[0], num_parts)
+        if not is_cut:
+            parts *= len(here)
+        return jax.tree.map(
+            lambda place, *leaves: assemble(dict(zip(here, leaves, strict=True)), place, mesh),
+            places,
+            *parts,
+        )
+
+    return _map_specs(load_spread, specs)
 
 
-def _fuse(parts: list[np.ndarray], spec: ParamSpec) -> np.ndarray:
+def tensors_of(params: Any, specs: Any) -> dict[str, np.ndarray]:
+    """A model's parameters taken apart into the tensors that they were fused from, by name.
+
+    Args:
+        params: unquantised, on one device.
+        specs: their declaration.
+    """
+    found: dict[str, np.ndarray] = {}
+
+    def take_apart(spec: ParamSpec, array: jax.Array) -> None:
+        grouped = np.asarray(array).reshape(spec.num_groups, -1, *spec.shape[1:])
+        start = 0
+        for tensor in spec.tensors:
+            num_rows = tensor.shape[0] // spec.num_groups
+            rows = grouped[:, start : start + num_rows]
+            found[tensor.name] = rows.reshape(tensor.shape)
+            start += num_rows
+
+    jax.tree.map(take_apart, specs, params, is_leaf=_is_spec)
+    return found
+
+
+def spread_params(
+    params: Any,
+    specs: Any,
+    mesh: Mesh,
+    dtype: str,
+    quantization: Quantization | None = None,
+) -> Any:
+    """Parameters of one device, cut and placed on a mesh as `load_params` does it."""
+    tensors = tensors_of(params, specs)
+
+    def read(name: str, dtype: np.dtype, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        return tensors[name][index or ...].astype(dtype, copy=False)
+
+    return load_params(specs, read, dtype, quantization, mesh=mesh)
+
+
+def fuse(parts: list[np.ndarray], spec: ParamSpec) -> np.ndarray:
+    """A parameter from the tensors that it is made of."""
     if len(parts) == 1:
         return parts[0]
     grouped = [part.reshape(spec.num_groups, -1, *part.shape[1:]) for part in parts]
-    return np.concatenate(grouped, axis=1).reshape(spec.shape)
+    return np.concatenate(grouped, axis=1).reshape(-1, *parts[0].shape[1:])
 
 
 def check_params(params: Any, specs: Any, dtype: str) -> None:

@@ -95,6 +95,18 @@ def open_folder(path: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
+def read_config(path: str | os.PathLike[str]) -> ModelConfig:
+    """The model that a config.json describes, or that of the folder it is in; weights apart.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ModelLoadError: it is broken, or describes a model that is not supported.
+    """
+    path = Path(path)
+    path = path / "config.json" if path.is_dir() else path
+    return _read_config(path, _read_json(path))
+
+
 def _is_unused(name: str, tied: bool) -> bool:
     # Early conversions stored each layer's inverse frequencies, which follow from the
     # configuration; a tied model may be saved with its output matrix once more.
@@ -307,12 +319,16 @@ class _SafetensorsReader:
             )
         return STORED_DTYPES[stored]
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """The named tensor, converted to dtype."""
+    def read(
+        self, name: str, dtype: np.dtype, index: tuple[slice, ...] | None = None
+    ) -> np.ndarray:
+        """The named tensor, or the part that `index` names, converted to dtype."""
         self.stored_dtype(name)
         # Opened anew, so that the pages that were read do not stay in memory until the last one.
         with _open_safetensors(self._paths[name]) as handle:
-            return handle.get_tensor(name).astype(dtype, copy=False)
+            if index is None:
+                return handle.get_tensor(name).astype(dtype, copy=False)
+            return handle.get_slice(name)[index].astype(dtype, copy=False)
 
 
 def _open_safetensors(path: Path) -> Any:

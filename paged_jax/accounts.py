@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from paged_jax.block_manager import BlockManager
@@ -9,7 +10,7 @@ from paged_jax.metrics import Metrics
 from paged_jax.scheduler import Scheduler
 
 
-def collect(metrics: Metrics, scheduler: Scheduler) -> dict[str, Any]:
+def collect(metrics: Metrics, schedulers: Sequence[Scheduler]) -> dict[str, Any]:
     """The counters since the engine was made, under their Prometheus names.
 
     Now: num_requests_running and _waiting (each of `n` outputs is one), of the latter
@@ -26,7 +27,35 @@ def collect(metrics: Metrics, scheduler: Scheduler) -> dict[str, Any]:
 
     Latencies in seconds, as `Histogram.as_dict` has them: time_to_first_token_seconds,
     inter_token_latency_seconds, e2e_request_latency_seconds.
+
+    Of several schedulers, each with a pool of its own, all are added up; kv_cache_usage_perc is
+    their mean, and kv_cache_peak_usage_perc the mean of their peaks.
     """
+    counts = _add_up([_count(scheduler) for scheduler in schedulers])
+    for name in ("kv_cache_usage_perc", "kv_cache_peak_usage_perc"):
+        counts[name] /= len(schedulers)
+    return counts | {
+        "prompt_tokens": metrics.prompt_tokens,
+        "generation_tokens": metrics.generation_tokens,
+        "request_success": dict(metrics.request_success),
+        "time_to_first_token_seconds": metrics.time_to_first_token.as_dict(),
+        "inter_token_latency_seconds": metrics.inter_token_latency.as_dict(),
+        "e2e_request_latency_seconds": metrics.e2e_request_latency.as_dict(),
+    }
+
+
+def _add_up(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Dicts of the same names and of numbers, or of dicts of numbers."""
+    first = counts[0]
+    return {
+        name: _add_up([count[name] for count in counts])
+        if isinstance(first[name], dict)
+        else sum(count[name] for count in counts)
+        for name in first
+    }
+
+
+def _count(scheduler: Scheduler) -> dict[str, Any]:
     blocks, stats = scheduler.blocks, scheduler.blocks.stats
     num_running = len(scheduler.running)
     return {
@@ -53,34 +82,29 @@ def collect(metrics: Metrics, scheduler: Scheduler) -> dict[str, Any]:
         "folded_blocks": stats.num_folded_blocks,
         "spec_decode_num_draft_tokens": scheduler.drafter.num_draft_tokens,
         "spec_decode_num_accepted_tokens": scheduler.drafter.num_accepted_tokens,
-        "prompt_tokens": metrics.prompt_tokens,
-        "generation_tokens": metrics.generation_tokens,
-        "request_success": dict(metrics.request_success),
-        "time_to_first_token_seconds": metrics.time_to_first_token.as_dict(),
-        "inter_token_latency_seconds": metrics.inter_token_latency.as_dict(),
-        "e2e_request_latency_seconds": metrics.e2e_request_latency.as_dict(),
     }
 
 
 def memory_bytes(
-    blocks: BlockManager, *, bytes_a_block: int, weights: int, temporary: int
+    managers: Sequence[BlockManager], *, bytes_a_block: int, weights: int, temporary: int
 ) -> dict[str, int]:
-    """Bytes by owner.
+    """Bytes by owner, of all pools together; each pool's row of devices has the weights.
 
     Keys and values are in use (held by a sequence or pinned), cached (hashed, and taken when room
     is needed) or free; swap is on the host, held or cached; temporary is the most that a compiled
     step takes.
     """
-    pool = blocks.pool
-    num_cached = pool.num_cached_blocks
-    num_swap = 0
-    if blocks.host is not None:
-        num_swap = blocks.host.pool.num_used_blocks + blocks.host.pool.num_cached_blocks
+    pools = [blocks.pool for blocks in managers]
+    hosts = [blocks.host.pool for blocks in managers if blocks.host is not None]
+    num_used = sum(pool.num_used_blocks for pool in pools)
+    num_free = sum(pool.num_free_blocks for pool in pools)
+    num_cached = sum(pool.num_cached_blocks for pool in pools)
+    num_swap = sum(pool.num_used_blocks + pool.num_cached_blocks for pool in hosts)
     return {
-        "weights": weights,
-        "kv_in_use": pool.num_used_blocks * bytes_a_block,
+        "weights": weights * len(pools),
+        "kv_in_use": num_used * bytes_a_block,
         "kv_cached": num_cached * bytes_a_block,
-        "kv_free": (pool.num_free_blocks - num_cached) * bytes_a_block,
+        "kv_free": (num_free - num_cached) * bytes_a_block,
         "swap": num_swap * bytes_a_block,
         "temporary": temporary,
     }

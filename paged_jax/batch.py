@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paged_jax.lookahead import row_buckets
 from paged_jax.sampling import MAX_MASKED_TOKENS, SamplingBatch
 from paged_jax.sampling_params import SamplingParams
 
@@ -124,14 +125,13 @@ class Buckets:
         padding costs attention little. A prefill step's cost is its tokens, so those buckets
         stand closer.
         """
-        seqs = [n for n in (1, 8, 32, 128, 512, 2048) if n < max_num_seqs] + [max_num_seqs]
         tokens, size = [], max(32, max_num_seqs)
         while size < max_num_batched_tokens:
             tokens.append(size)
             size *= 2
         tokens.append(max_num_batched_tokens)
         return cls(
-            num_seqs=tuple(seqs),
+            num_seqs=row_buckets(max_num_seqs),
             num_tokens=tuple(tokens),
             table_width=-(-max_model_len // block_size),
             decodes_append=decodes_append,

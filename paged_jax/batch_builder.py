@@ -27,24 +27,67 @@ _block_ids, _score_start = attrgetter("block_ids"), attrgetter("score_start")
 _request = attrgetter("request")
 
 
-def build_step(
-    step: ScheduledStep, buckets: Buckets, *, block_size: int
-) -> tuple[StepShape, StepCall]:
-    """The shape of a scheduled step that is no `build_decode`'s, and its padded numpy arrays.
+def build_calls(
+    steps: Sequence[ScheduledStep], buckets: Buckets, *, block_size: int, goes_on: bool
+) -> tuple[StepShape, list[StepCall] | list[DecodeCall]]:
+    """The shape that steps have which run as one, a row of a mesh each, and the arrays of each.
 
-    Every chunk has a sampling row, one that is scored has several, chunk after chunk. What is
-    sampled for a chunk that does not reach its sequence's end means nothing, and the scheduler
-    drops it. The arrays are the step's own: nothing writes to them afterwards, so a device whose
-    memory is the host's may read them as they lie.
+    They decode if all of them `decodes`. Else every chunk has a sampling row, one that is scored
+    has several, chunk after chunk. What is sampled for a chunk that does not reach its sequence's
+    end means nothing, and the scheduler drops it. A step without chunks is all padding.
+
+    The arrays are the call's own: nothing writes to them afterwards, so a device whose memory is
+    the host's may read them as they lie.
+
+    Args:
+      goes_on: whether rows of decodes may draw more than one token, in this call or in one that
+        follows; without, nothing about ends is gathered.
     """
+    if all(decodes(step, buckets) for step in steps):
+        return build_decodes(steps, buckets, goes_on=goes_on)
+    return build_steps(steps, buckets, block_size=block_size)
+
+
+def build_decodes(
+    steps: Sequence[ScheduledStep], buckets: Buckets, *, goes_on: bool
+) -> tuple[StepShape, list[DecodeCall]]:
+    """`build_calls` of steps that decode."""
+    num_rows = max(len(step.chunks) for step in steps)
+    shape = buckets.shape_for(num_rows, num_rows)
+    return shape, [_decode_call(step, shape, buckets, goes_on) for step in steps]
+
+
+def build_steps(
+    steps: Sequence[ScheduledStep], buckets: Buckets, *, block_size: int
+) -> tuple[StepShape, list[StepCall]]:
+    """`build_calls` of any steps."""
+    rows = [_sample_rows(step) for step in steps]
+    shape = buckets.shape_for(
+        max(step.num_tokens for step in steps),
+        max(len(own.requests) for own in rows),
+        may_be_decodes=False,
+    )
+    calls = [
+        _step_call(step, own, shape, buckets, block_size)
+        for step, own in zip(steps, rows, strict=True)
+    ]
+    return shape, calls
+
+
+def _sample_rows(step: ScheduledStep) -> SampleRows:
+    if step.num_extra_rows or not step.chunks:
+        return SampleRows.of(step.chunks)
+    requests, starts, counts, _ = zip(*step.chunks, strict=True)
+    if not all(counts) or any(map(_score_start, requests)):
+        return SampleRows.of(step.chunks)
+    return SampleRows(requests, list(map(add, starts, counts)))
+
+
+def _step_call(
+    step: ScheduledStep, rows: SampleRows, shape: StepShape, buckets: Buckets, block_size: int
+) -> StepCall:
     chunks = [chunk for chunk in step.chunks if chunk.num_tokens]
-    requests, starts, counts, _ = zip(*chunks, strict=True)
-    is_plain = len(chunks) == len(step.chunks) and not step.num_extra_rows
-    if is_plain and not any(map(_score_start, requests)):
-        rows = SampleRows(requests, list(map(add, starts, counts)))
-    else:
-        rows = SampleRows.of(step.chunks)
-    shape = buckets.shape_for(step.num_tokens, len(rows.requests), may_be_decodes=False)
+    requests, starts, _, _ = zip(*chunks, strict=True) if chunks else ((),) * 4
     batch = make_batch(
         [chunk.token_ids for chunk in chunks],
         starts,
@@ -55,28 +98,25 @@ def build_step(
         num_seqs=shape.num_seqs,
         table_width=buckets.table_width,
     )
-    return shape, StepCall(batch, _sampling(rows, shape.num_seqs))
+    return StepCall(batch, _sampling(rows, shape.num_seqs))
 
 
-def build_decode(
-    step: ScheduledStep, buckets: Buckets, *, goes_on: bool = True
-) -> tuple[StepShape, DecodeCall] | None:
-    """The shape of a step that decodes, and its padded numpy arrays; None if it does more.
+def decodes(step: ScheduledStep, buckets: Buckets) -> bool:
+    """Whether a step is one token a sequence, for a program of its own.
 
-    It does if a chunk has several tokens, or none, or is scored; or if one reads what another
+    It is not if a chunk has several tokens, or none, or is scored; or if one reads what another
     writes and the device writes and reads in one kernel.
-
-    Args:
-      goes_on: whether its rows may draw more than one token, in this call or in one that follows;
-        without, nothing about ends is gathered.
     """
     if not step.is_plain_decode or any(map(_score_start, map(_request, step.chunks))):
-        return None
-    if buckets.decodes_append and step.reads_what_it_writes:
-        return None
-    requests, starts, _, _ = zip(*step.chunks, strict=True)
+        return False
+    return not (buckets.decodes_append and step.reads_what_it_writes)
+
+
+def _decode_call(
+    step: ScheduledStep, shape: StepShape, buckets: Buckets, goes_on: bool
+) -> DecodeCall:
+    requests, starts, _, _ = zip(*step.chunks, strict=True) if step.chunks else ((),) * 4
     num_rows = len(requests)
-    shape = buckets.shape_for(num_rows, num_rows)
     rows = DecodeRows(
         token_ids=np.zeros(shape.num_seqs, np.int32),
         positions=np.full(shape.num_seqs, -1, np.int32),
@@ -88,25 +128,31 @@ def build_decode(
     rows.positions[:num_rows] = starts
     rows.num_left[:num_rows] = list(map(_num_left, requests, starts)) if goes_on else 1
     stops = _stop_rules(requests, shape.num_seqs) if goes_on else no_stops(shape.num_seqs)
-    call = DecodeCall(
+    return DecodeCall(
         rows=rows,
         block_tables=_tables(step, shape, buckets),
         sampling=_sampling(SampleRows(requests, [0] * num_rows), shape.num_seqs),
         stops=stops,
         num_steps=np.int32(step.num_decode_steps),
     )
-    return shape, call
 
 
 def continue_decode(
-    step: ScheduledStep, shape: StepShape, call: DecodeCall, rows: DecodeRows, buckets: Buckets
+    steps: Sequence[ScheduledStep],
+    shape: StepShape,
+    call: DecodeCall,
+    rows: DecodeRows,
+    buckets: Buckets,
 ) -> DecodeCall:
-    """The call that goes on from where another leaves its rows, which may be on device still."""
-    return call._replace(
-        rows=rows,
-        block_tables=_tables(step, shape, buckets),
-        num_steps=np.int32(step.num_decode_steps),
-    )
+    """The call that goes on from where another leaves its rows, which may be on device still.
+
+    Both are of all steps that run as one, [steps, ...], or of the only one.
+    """
+    tables = [_tables(step, shape, buckets) for step in steps]
+    counts = [np.int32(step.num_decode_steps) for step in steps]
+    if np.ndim(call.num_steps) == 0:
+        (tables,), (counts,) = tables, counts
+    return call._replace(rows=rows, block_tables=np.asarray(tables), num_steps=np.asarray(counts))
 
 
 def _tables(step: ScheduledStep, shape: StepShape, buckets: Buckets) -> np.ndarray:

@@ -6,7 +6,7 @@
 
 Blocks travel in chunks of a fixed size, of all layers each, so that few programs do for every
 number of blocks and one transfer moves many. A list shorter than its chunk is filled up with the
-null block.
+null block. On a mesh every row moves blocks of its own pool, all rows in one call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import os
 import statistics
@@ -24,6 +25,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from paged_jax.block_moves import BlockMoves, BlockPairs
 from paged_jax.kv_pool import KVPool
@@ -38,37 +42,34 @@ _SMALL_CHUNK_BLOCKS = 8
 _LARGE_CHUNK_BLOCKS = 64
 _MAX_CHUNK_BYTES = 64 * 2**20
 _ALIGNMENT_BYTES = 64
+_ROWS = "data"  # The axis of a mesh whose rows have pools of their own.
 _MAX_CHUNKS_UNDER_WAY = 2  # Large ones, in each direction: one arrives while the next one starts.
-
-
-# One function each for all movers of the process: a second one of the same shapes compiles nothing.
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="layers")
-def _copy(layers: Layers, src_ids, dst_ids, num_copies, *, implementation: str | None) -> Layers:
-    return copy_blocks(layers, src_ids, dst_ids, num_copies, implementation=implementation)
-
-
-@functools.partial(jax.jit, static_argnames="implementation")
-def _gather(layers: Layers, block_ids, *, implementation: str | None) -> Layers:
-    return gather_blocks(layers, block_ids, implementation=implementation)
-
-
-@functools.partial(jax.jit, static_argnames="implementation", donate_argnames="layers")
-def _scatter(
-    layers: Layers, block_ids, num_blocks, blocks: Layers, *, implementation: str | None
-) -> Layers:
-    return scatter_blocks(layers, block_ids, num_blocks, blocks, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
     """Blocks that travel together, as swaps number them on both sides."""
 
-    device_ids: np.ndarray  # int32[chunk size], filled up with the null block
-    host_ids: np.ndarray  # int32[num_blocks], the real ones
+    device_ids: np.ndarray  # int32[mesh rows, chunk size], filled up with the null block
+    host_ids: list[np.ndarray]  # of each mesh row int32[its blocks], the real ones, in the store
+
+    @property
+    def size(self) -> int:
+        return self.device_ids.shape[1]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int32[mesh rows], blocks of each."""
+        return np.array([len(ids) for ids in self.host_ids], np.int32)
 
     @property
     def num_blocks(self) -> int:
-        return len(self.host_ids)
+        return int(self.counts.sum())
+
+    def places(self) -> Iterator[tuple[np.ndarray, slice]]:
+        """Of each mesh row its host blocks, and where they stand in a chunk's arrays."""
+        for row, ids in enumerate(self.host_ids):
+            yield ids, slice(row * self.size, row * self.size + len(ids))
 
 
 class BlockMover:
@@ -82,6 +83,8 @@ class BlockMover:
       num_host_blocks: blocks of the host store, block 0, which is never used, included. Its memory
         is taken from the system page by page, as blocks arrive.
       implementation: of the block ops, see `pallas_kernels.copy_blocks`.
+      mesh: what the pool is spread over, see `sharding`; each of its rows then has
+        `num_host_blocks` in the store.
 
     Attributes:
       transfer_bytes: of all blocks swapped so far, out and in, without what fills up chunks.
@@ -95,11 +98,18 @@ class BlockMover:
     """
 
     def __init__(
-        self, pool: KVPool, *, num_host_blocks: int = 0, implementation: str | None = None
+        self,
+        pool: KVPool,
+        *,
+        num_host_blocks: int = 0,
+        implementation: str | None = None,
+        mesh: Mesh | None = None,
     ):
         if num_host_blocks < 0:
             raise ValueError(f"num_host_blocks={num_host_blocks}: it must be 0 (no swap) or more")
-        self.num_blocks = pool.num_blocks
+        self._mesh = mesh
+        self._num_rows = 1 if mesh is None else mesh.shape[_ROWS]
+        self.num_blocks = pool.num_blocks // self._num_rows
         self.num_host_blocks = num_host_blocks
         self.bytes_a_block = pool.num_bytes // pool.num_blocks
         self.transfer_bytes = 0
@@ -111,7 +121,7 @@ class BlockMover:
         )
         self._shardings = tuple(layer.sharding for layer in pool.layers)
         self._pinned_shardings = tuple(map(pinned_sharding, self._shardings))
-        self._store = _empty_blocks(self._layers, num_host_blocks)
+        self._store = _empty_blocks(self._layers, self._num_rows * num_host_blocks)
         large = _large_chunk_blocks(self.bytes_a_block)
         self._chunk_sizes = (min(_SMALL_CHUNK_BLOCKS, large), large)
         self._programs: dict[tuple[str, int], jax.stages.Compiled] = {}
@@ -121,7 +131,7 @@ class BlockMover:
     @property
     def num_host_bytes(self) -> int:
         """Size of the host store in bytes, whether its pages are in use or not."""
-        return self.num_host_blocks * self.bytes_a_block
+        return self._num_rows * self.num_host_blocks * self.bytes_a_block
 
     @property
     def temporary_bytes(self) -> int:
@@ -136,7 +146,7 @@ class BlockMover:
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
             list(threads.map(self._program, keys))
 
-    def apply(self, pool: KVPool, moves: BlockMoves) -> KVPool:
+    def apply(self, pool: KVPool, moves: BlockMoves | Sequence[BlockMoves]) -> KVPool:
         """Dispatches a step's moves, which then come before whatever is dispatched later.
 
         The pool is donated and written in its own buffers. Blocks swapped out are on their way when
@@ -146,22 +156,25 @@ class BlockMover:
         Args:
           pool: of the shapes that the mover was made for.
           moves: see `BlockMoves`; blocks are numbered from 1. A host block that nothing was
-            swapped out to holds anything.
+            swapped out to holds anything. With a mesh, those of each of its rows.
 
         Raises:
           ValueError: a block is out of range, written twice, or copied from and to. Nothing has
             moved, and the pool is as it was.
         """
-        self._check(moves)
-        staged = self._stage(moves.swap_in)  # The store as it stood before the step.
-        self._send_out(pool.layers, moves.swap_out)
-        layers = pool.layers
-        for start in range(0, len(moves.copies), _COPIES_A_CALL):
-            pairs = np.array(moves.copies[start : start + _COPIES_A_CALL], np.int32)
-            ids = np.zeros((2, _COPIES_A_CALL), np.int32)
-            ids[:, : len(pairs)] = pairs.T
-            program = self._program(("copy", _COPIES_A_CALL))
-            layers = program(layers, ids[0], ids[1], np.int32(len(pairs)))
+        rows = [moves] if isinstance(moves, BlockMoves) else list(moves)
+        for own in rows:
+            self._check(own)
+        staged = self._stage([own.swap_in for own in rows])  # The store before the step.
+        self._send_out(pool.layers, [own.swap_out for own in rows])
+        layers, copies = pool.layers, [own.copies for own in rows]
+        for start in range(0, max(map(len, copies)), _COPIES_A_CALL):
+            ids = np.zeros((2, self._num_rows, _COPIES_A_CALL), np.int32)
+            counts = np.zeros(self._num_rows, np.int32)
+            for row, pairs in enumerate(copies):
+                part = np.array(pairs[start : start + _COPIES_A_CALL], np.int32).reshape(-1, 2)
+                ids[:, row, : len(part)], counts[row] = part.T, len(part)
+            layers = self._program(("copy", _COPIES_A_CALL))(layers, ids[0], ids[1], counts)
         return dataclasses.replace(pool, layers=self._send_in(layers, staged))
 
     def settle(self) -> None:
@@ -194,7 +207,8 @@ class BlockMover:
         num_blocks = min(self._chunk_sizes[-1], self.num_blocks - 1)
         blocks = _empty_blocks(self._layers, num_blocks)
         pairs = tuple((block, block - 1) for block in range(1, num_blocks + 1))
-        (chunk,) = list(self._chunks(pairs, sizes=self._chunk_sizes[-1:]))
+        idle = [()] * (self._num_rows - 1)
+        (chunk,) = list(self._chunks([pairs, *idle], sizes=self._chunk_sizes[-1:]))
         layers, seconds = jax.block_until_ready(pool.layers), []
         for _ in range(3):
             start = time.perf_counter()
@@ -231,37 +245,44 @@ class BlockMover:
                 "where its content came from, or in the next step"
             )
 
-    def _chunks(self, pairs: BlockPairs, sizes: tuple[int, ...]) -> Iterator[_Chunk]:
-        """(device, host) pairs in chunks of the smallest and largest of `sizes`."""
+    def _chunks(self, rows: Sequence[BlockPairs], sizes: tuple[int, ...]) -> Iterator[_Chunk]:
+        """(device, host) pairs of each row in chunks of the smallest and largest of `sizes`."""
         small, large = sizes[0], sizes[-1]
-        ids = np.array(pairs, np.int32).reshape(-1, 2)
-        start = 0
-        while start < len(ids):
+        ids = [np.array(pairs, np.int32).reshape(-1, 2) for pairs in rows]
+        start, end = 0, max(map(len, ids))
+        while start < end:
             # Several small chunks cost less than a large one that is half empty.
-            size = large if 2 * (len(ids) - start) > large else small
-            part = ids[start : start + size]
+            size = large if 2 * (end - start) > large else small
+            device_ids = np.zeros((self._num_rows, size), np.int32)
+            host_ids = []
+            for row, own in enumerate(ids):
+                part = own[start : start + size]
+                device_ids[row, : len(part)] = part[:, 0]
+                host_ids.append(part[:, 1] + row * self.num_host_blocks)
             start += size
-            device_ids = np.zeros(size, np.int32)
-            device_ids[: len(part)] = part[:, 0]
-            yield _Chunk(device_ids, part[:, 1])
+            yield _Chunk(device_ids, host_ids)
 
-    def _stage(self, swap_in: BlockPairs) -> list[tuple[_Chunk, list[np.ndarray]]]:
+    def _stage(self, swap_in: Sequence[BlockPairs]) -> list[tuple[_Chunk, list[np.ndarray]]]:
         """The wanted host blocks, in arrays that nothing else ever writes to."""
-        under_way = {block for chunk, _ in self._outgoing for block in chunk.host_ids.tolist()}
-        if not under_way.isdisjoint(host for host, _ in swap_in):
-            self.settle()
         start = time.perf_counter()
-        pairs = tuple((device, host) for host, device in swap_in)
-        chunks = self._chunks(pairs, self._chunk_sizes)
+        rows = [tuple((device, host) for host, device in pairs) for pairs in swap_in]
+        chunks = list(self._chunks(rows, self._chunk_sizes))
+        waited = 0.0
+        if chunks and self._outgoing:
+            under_way = {block for chunk, _ in self._outgoing for block in _host_blocks(chunk)}
+            if any(not under_way.isdisjoint(_host_blocks(chunk)) for chunk in chunks):
+                before = self.transfer_seconds
+                self.settle()
+                waited = self.transfer_seconds - before  # Counted there.
         staged = [(chunk, _read_rows(self._store, chunk)) for chunk in chunks]
-        self.transfer_seconds += time.perf_counter() - start
+        self.transfer_seconds += time.perf_counter() - start - waited
         return staged
 
-    def _send_out(self, layers: Layers, swap_out: BlockPairs) -> None:
+    def _send_out(self, layers: Layers, swap_out: Sequence[BlockPairs]) -> None:
         room = _MAX_CHUNKS_UNDER_WAY * self._chunk_sizes[-1]
         for chunk in self._chunks(swap_out, self._chunk_sizes):
             # Oldest first, so that a host block swapped out to twice ends with the later content.
-            while sum(len(c.device_ids) for c, _ in self._outgoing) + len(chunk.device_ids) > room:
+            while sum(c.size for c, _ in self._outgoing) + chunk.size > room:
                 self._store_oldest()
             start = time.perf_counter()
             self._outgoing.append((chunk, self._start_gather(layers, chunk)))
@@ -269,7 +290,7 @@ class BlockMover:
 
     def _start_gather(self, layers: Layers, chunk: _Chunk) -> Layers:
         """Copies of a chunk's blocks, on their way to the host."""
-        blocks = self._program(("gather", len(chunk.device_ids)))(layers, chunk.device_ids)
+        blocks = self._program(("gather", chunk.size))(layers, chunk.device_ids)
         if None not in self._pinned_shardings:
             return jax.device_put(blocks, self._pinned_shardings)
         for part in blocks:
@@ -287,10 +308,10 @@ class BlockMover:
         start = time.perf_counter()
         room, num_under_way = _MAX_CHUNKS_UNDER_WAY * self._chunk_sizes[-1], 0
         for chunk, blocks in staged:
-            num_under_way += len(chunk.device_ids)
+            num_under_way += chunk.size
             if num_under_way > room:  # What the device still holds of earlier chunks is freed.
                 jax.block_until_ready(layers)
-                num_under_way = len(chunk.device_ids)
+                num_under_way = chunk.size
             layers = self._scatter_chunk(layers, chunk, blocks)
             self.transfer_bytes += chunk.num_blocks * self.bytes_a_block
         self.transfer_seconds += time.perf_counter() - start
@@ -298,8 +319,8 @@ class BlockMover:
 
     def _scatter_chunk(self, layers: Layers, chunk: _Chunk, blocks: list[np.ndarray]) -> Layers:
         on_device = jax.device_put(tuple(blocks), self._shardings)
-        program = self._program(("scatter", len(chunk.device_ids)))
-        return program(layers, chunk.device_ids, np.int32(chunk.num_blocks), on_device)
+        program = self._program(("scatter", chunk.size))
+        return program(layers, chunk.device_ids, chunk.counts, on_device)
 
     def _program(self, key: tuple[str, int]) -> jax.stages.Compiled:
         """The program of an op ("copy", "gather", "scatter") and a number of block ids."""
@@ -308,17 +329,52 @@ class BlockMover:
         return self._programs[key]
 
     def _lower(self, name: str, num_ids: int) -> jax.stages.Lowered:
-        layers, implementation = self._layers, self._implementation
-        ids, count = jax.ShapeDtypeStruct((num_ids,), np.int32), jax.ShapeDtypeStruct((), np.int32)
+        layers, ops = self._layers, block_ops(self._mesh, self._implementation)
+        ids = jax.ShapeDtypeStruct((self._num_rows, num_ids), np.int32)
+        counts = jax.ShapeDtypeStruct((self._num_rows,), np.int32)
         if name == "copy":
-            return _copy.lower(layers, ids, ids, count, implementation=implementation)
+            return ops["copy"].lower(layers, ids, ids, counts)
         if name == "gather":
-            return _gather.lower(layers, ids, implementation=implementation)
+            return ops["gather"].lower(layers, ids)
         blocks = tuple(
-            jax.ShapeDtypeStruct((num_ids, *layer.shape[1:]), layer.dtype, sharding=layer.sharding)
+            jax.ShapeDtypeStruct(
+                (self._num_rows * num_ids, *layer.shape[1:]), layer.dtype, sharding=layer.sharding
+            )
             for layer in layers
         )
-        return _scatter.lower(layers, ids, count, blocks, implementation=implementation)
+        return ops["scatter"].lower(layers, ids, counts, blocks)
+
+
+@functools.cache  # A second mover of the same shapes compiles nothing.
+def block_ops(mesh: Mesh | None, implementation: str | None) -> dict[str, Any]:
+    """The block ops, jitted: each row of a mesh moves its own blocks. Their ids are [rows, N]."""
+
+    def own(array: jax.Array) -> jax.Array:
+        row = 0 if mesh is None or mesh.shape[_ROWS] == 1 else lax.axis_index(_ROWS)
+        return array[row]
+
+    def copy(layers, src, dst, counts):
+        of = (own(src), own(dst), own(counts))
+        return copy_blocks(layers, *of, implementation=implementation)
+
+    def gather(layers, ids):
+        return gather_blocks(layers, own(ids), implementation=implementation)
+
+    def scatter(layers, ids, counts, blocks):
+        of = (own(ids), own(counts), blocks)
+        return scatter_blocks(layers, *of, implementation=implementation)
+
+    if mesh is not None:
+        spread, whole = P(*mesh.axis_names), P()
+        on_rows = functools.partial(jax.shard_map, mesh=mesh, out_specs=spread, check_vma=False)
+        copy = on_rows(copy, in_specs=(spread, whole, whole, whole))
+        gather = on_rows(gather, in_specs=(spread, whole))
+        scatter = on_rows(scatter, in_specs=(spread, whole, whole, spread))
+    return {
+        "copy": jax.jit(copy, donate_argnums=0),
+        "gather": jax.jit(gather),
+        "scatter": jax.jit(scatter, donate_argnums=0),
+    }
 
 
 def swap_temporary_bytes(bytes_a_block: int) -> int:
@@ -371,14 +427,21 @@ def _read_rows(store: list[np.ndarray], chunk: _Chunk) -> list[np.ndarray]:
 
     New ones each time, because a device may read them in place until its work is done.
     """
-    rows = _empty_blocks(store, len(chunk.device_ids))
-    for layer, part in zip(store, rows, strict=True):
-        # The ids are checked; with "raise", numpy would go through a buffer.
-        np.take(layer, chunk.host_ids, axis=0, out=part[: chunk.num_blocks], mode="clip")
-    return rows
+    blocks = _empty_blocks(store, chunk.device_ids.size)
+    for layer, part in zip(store, blocks, strict=True):
+        for host_ids, place in chunk.places():
+            # The ids are checked; with "raise", numpy would go through a buffer.
+            np.take(layer, host_ids, axis=0, out=part[place], mode="clip")
+    return blocks
 
 
 def _write_rows(store: list[np.ndarray], chunk: _Chunk, blocks: Layers) -> None:
     """Waits for a chunk's blocks and puts them into the store."""
     for layer, part in zip(store, blocks, strict=True):
-        layer[chunk.host_ids] = np.asarray(part)[: chunk.num_blocks]
+        part = np.asarray(part)
+        for host_ids, place in chunk.places():
+            layer[host_ids] = part[place]
+
+
+def _host_blocks(chunk: _Chunk) -> Iterator[int]:
+    return itertools.chain.from_iterable(ids.tolist() for ids in chunk.host_ids)

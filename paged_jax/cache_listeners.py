@@ -33,6 +33,15 @@ class CacheListeners:
                 BlockStored((block_hash,), parent, tuple(tokens), self.block_size, keys, "device")
             )
 
+    def restored(self, block_hash: bytes) -> None:
+        """A block on the device holds a hash's tokens again; which tokens is not known any more."""
+        if self.journal is not None:
+            self.journal.forget_evicted(block_hash)
+        if self.events:
+            self.events.publish(
+                BlockStored((block_hash,), None, (), self.block_size, None, "device")
+            )
+
     def stored_on_host(self, block_hash: bytes) -> None:
         """The host holds a hash's tokens now."""
         if self.events:

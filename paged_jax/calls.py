@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from paged_jax.engine import Engine
+from paged_jax.assembly import AnyEngine
 from paged_jax.interrupts import uninterrupted
 from paged_jax.log import logger
 from paged_jax.outputs import RequestOutput
@@ -29,7 +29,7 @@ class Calls:
     each request that a call waits for. One lock is held for a step at a time.
     """
 
-    def __init__(self, engine: Engine):
+    def __init__(self, engine: AnyEngine):
         self.engine = engine
         self._mailbox: dict[str, RequestOutput] = {}
         self._awaited: set[str] = set()
@@ -119,18 +119,17 @@ class Calls:
             outputs = [done[name] for name in ids]
             with self._lock, uninterrupted():
                 self._check_open()
-                held = self.engine.scheduler.held
                 for i, name in enumerate(ids):
-                    if name in held:
-                        take(i, outputs[i], held[name])
+                    if (request := self.engine.held(name)) is not None:
+                        take(i, outputs[i], request)
                 ours.clear()  # They are the caller's from here on.
             return outputs
         except BaseException:
             self._drop(pending)
             with self._lock, uninterrupted():
                 for name in () if self._closed else ours:
-                    if (request := self.engine.scheduler.held.get(name)) is not None:
-                        self.engine.scheduler.release(request)
+                    if (request := self.engine.held(name)) is not None:
+                        self.engine.release(request)
             raise
 
     def check_prompt(self, token_ids: Sequence[int]) -> list[int]:
@@ -144,13 +143,13 @@ class Calls:
         [request_id] = self._take_ids(1)
         with self._lock, uninterrupted():
             self._check_open()
-            return self.engine.scheduler.fork_held(parent, request_id)
+            return self.engine.fork_held(parent, request_id)
 
     def release_held(self, request: Request) -> None:
         """Frees a held sequence's blocks."""
         with self._lock, uninterrupted():
             if not self._closed:
-                self.engine.scheduler.release(request)
+                self.engine.release(request)
 
     def release_later(self, request: Request) -> None:
         """Frees a held sequence's blocks before the next step; safe at any moment."""
@@ -174,7 +173,7 @@ class Calls:
         if self._closed:
             raise RuntimeError("this LLM is closed; make a new one")
         while self._to_release:
-            self.engine.scheduler.release(self._to_release.popleft())
+            self.engine.release(self._to_release.popleft())
 
     def _take_ids(self, count: int) -> list[str]:
         """New request ids, counted up over the engine's life."""

@@ -57,10 +57,16 @@ IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on after the end-of-sequ
 LOGPROBS = flags.DEFINE_integer("logprobs", None, "Likeliest tokens to report at each position.")
 DTYPE = flags.DEFINE_enum("dtype", "auto", ["auto", "float32", "bfloat16"], "Of the weights.")
 QUANTIZATION = flags.DEFINE_enum(
-    "quantization", None, ["int8", "int8_weight_only"], "Store the weights' matrices in int8."
+    "quantization", None, ["int8", "int8_weight_only", "int4"], "Store the weights' matrices so."
 )
 KV_CACHE_DTYPE = flags.DEFINE_enum(
     "kv_cache_dtype", "auto", KV_CACHE_DTYPES, "Of the KV cache; auto is the weights' dtype."
+)
+TENSOR_PARALLEL_SIZE = flags.DEFINE_integer(
+    "tensor_parallel_size", 1, "Devices that the model is cut over."
+)
+DATA_PARALLEL_SIZE = flags.DEFINE_integer(
+    "data_parallel_size", 1, "How many times the model is there, on devices of its own each."
 )
 MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", None, "Longest sequence, in tokens.")
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", None, "Most sequences in a step.")
@@ -107,12 +113,12 @@ def generate() -> None:
 
 def main(argv: list[str]) -> int | None:
     """Serves every line of the input; returns the exit status."""
-    _set_up_logging()
+    set_up_logging()
     if len(argv) > 1:
         return _refuse(f"unexpected arguments {argv[1:]}; use --input=FILE")
     try:
-        defaults = _sampling_params()
-        options = _engine_options()
+        defaults = sampling_params()
+        options = engine_options()
         lines = _open_input(INPUT.value)
         sink = _open_output(OUTPUT.value, lines)
         llm = LLM(demo_model_path() if MODEL.value == "demo" else MODEL.value, **options)
@@ -120,7 +126,7 @@ def main(argv: list[str]) -> int | None:
         return _refuse(str(error))
     except KeyboardInterrupt:
         return _refuse("interrupted before the first row", status=_INTERRUPTED)
-    is_json = FORMAT.value == "jsonl" or (FORMAT.value == "auto" and _named_json(INPUT.value))
+    is_json = is_json_input()
     started = time.perf_counter()
     try:
         with sink, Bar() as bar:
@@ -184,14 +190,15 @@ def _refuse(message: str, *, status: int = 2) -> int:
     return status
 
 
-def _set_up_logging() -> None:
+def set_up_logging() -> None:
     """The library's form of lines; absl's own handler has taken the place of the library's."""
     logging.getLogger("jax").setLevel(logging.WARNING)  # Absl's handler shows all of it.
     form = logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s")
     absl.logging.get_absl_handler().setFormatter(form)
 
 
-def _sampling_params() -> SamplingParams:
+def sampling_params() -> SamplingParams:
+    """Those of the flags."""
     return SamplingParams(
         n=N.value,
         temperature=TEMPERATURE.value,
@@ -207,11 +214,14 @@ def _sampling_params() -> SamplingParams:
     )
 
 
-def _engine_options() -> dict[str, Any]:
+def engine_options() -> dict[str, Any]:
+    """Fields of `EngineConfig` by the flags; ValueError names the one that is wrong."""
     options = {
         "dtype": DTYPE.value,
         "quantization": QUANTIZATION.value,
         "kv_cache_dtype": KV_CACHE_DTYPE.value,
+        "tensor_parallel_size": TENSOR_PARALLEL_SIZE.value,
+        "data_parallel_size": DATA_PARALLEL_SIZE.value,
         "max_model_len": MAX_MODEL_LEN.value,
         "max_num_seqs": MAX_NUM_SEQS.value,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS.value,
@@ -226,8 +236,10 @@ def _engine_options() -> dict[str, Any]:
     return options
 
 
-def _named_json(name: str) -> bool:
-    return name.endswith((".jsonl", ".json", ".ndjson"))
+def is_json_input() -> bool:
+    """Whether the flags say that the input is JSONL."""
+    is_named_so = INPUT.value.endswith((".jsonl", ".json", ".ndjson"))
+    return FORMAT.value == "jsonl" or (FORMAT.value == "auto" and is_named_so)
 
 
 def _open_input(name: str) -> IO[str]:

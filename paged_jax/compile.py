@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import os
 import pathlib
 import platform
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from paged_jax.batch import Buckets, StepCall, StepShape, empty_batch, make_sampling
@@ -19,12 +24,13 @@ from paged_jax.block_mover import BlockMover
 from paged_jax.block_moves import NO_MOVES, BlockMoves
 from paged_jax.decode_loop import decode_steps
 from paged_jax.decode_rows import DecodeCall, DecodeRows, no_stops
-from paged_jax.kv_pool import KVPool
+from paged_jax.kv_pool import ChannelScales, KVPool
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
 from paged_jax.paths import cache_folder
 from paged_jax.process_memory import release_unused
 from paged_jax.sampling import SamplerOutput, SamplingBatch
+from paged_jax.sharding import DATA_AXIS, StepSpecs, on_mesh, stack_rows
 from paged_jax.step import sample_step
 
 # One function for all engines of the process: a second engine of the same shapes compiles nothing.
@@ -75,6 +81,9 @@ class StepRunner:
     The pool is donated to every step, and the step's result takes its place: its buffers are
     written in place and never copied. Blocks are copied and swapped ahead of the step that needs
     it, by the `mover`.
+
+    With a mesh, weights and pool lie on it as `sharding` says, config is that of `split_config`,
+    and what a step is given and gives has the mesh's rows as a first dimension.
     """
 
     def __init__(
@@ -86,15 +95,21 @@ class StepRunner:
         buckets: Buckets,
         num_host_blocks: int = 0,
         attention_implementation: str | None = None,
+        mesh: Mesh | None = None,
     ):
         self.params = params
         self.pool = pool
         # A copy: a step that fails takes the pool's own with it.
-        self._kv_scales = jax.tree.map(np.array, pool.scales)
-        self.mover = BlockMover(pool, num_host_blocks=num_host_blocks)
+        self._kv_scales = jax.tree.map(jnp.copy, pool.scales)
+        self.mover = BlockMover(pool, num_host_blocks=num_host_blocks, mesh=mesh)
+        self.mesh = mesh
         self.buckets = buckets
         self._lower = functools.partial(
-            lower_step, config=config, buckets=buckets, implementation=attention_implementation
+            lower_step,
+            config=config,
+            buckets=buckets,
+            implementation=attention_implementation,
+            mesh=mesh,
         )
         # By shape those that sample in any way; the others for steps that are plain.
         self._programs: dict[StepShape, jax.stages.Compiled] = {}
@@ -106,9 +121,17 @@ class StepRunner:
         self.temporary_bytes = 0
 
     def run(
-        self, shape: StepShape, call: StepCall | DecodeCall, moves: BlockMoves = NO_MOVES
+        self,
+        shape: StepShape,
+        call: StepCall | DecodeCall,
+        moves: BlockMoves | Sequence[BlockMoves] = NO_MOVES,
     ) -> tuple[DecodeRows | None, SamplerOutput]:
         """Dispatches a step, or a call of decode steps, after what is moved for it.
+
+        Args:
+          shape: of each of the mesh's rows.
+          call: of all rows.
+          moves: of each row, or of the only one.
 
         Returns:
           Where the rows of a decode stand then, and what was sampled: of a decode for each of its
@@ -133,7 +156,7 @@ class StepRunner:
         self.pool, bytes_per_second = self.mover.measure_bandwidth(self.pool)
         return bytes_per_second
 
-    def move(self, moves: BlockMoves) -> None:
+    def move(self, moves: BlockMoves | Sequence[BlockMoves]) -> None:
         """Dispatches moves of blocks alone."""
         self.pool = self.mover.apply(self.pool, moves)
 
@@ -164,6 +187,13 @@ class StepRunner:
         self.pool = self.pool.empty_like(self._kv_scales)
         return True
 
+    def use_kv_scales(self, scales: ChannelScales) -> None:
+        """Gives an int8 pool, in which nothing may stand yet, other scales than its own."""
+        move = lambda new, old: jax.device_put(new, old.sharding)
+        self._kv_scales = jax.tree.map(move, scales, self._kv_scales)
+        copies = jax.tree.map(jnp.copy, self._kv_scales)
+        self.pool = dataclasses.replace(self.pool, scales=copies)
+
     def _program_for(self, shape: StepShape, sampling: SamplingBatch) -> jax.stages.Compiled:
         """The smallest that serves a step, where none is ready that serves all of the shape."""
         is_plain = sampling.is_plain
@@ -191,18 +221,25 @@ def lower_step(
     config: ModelConfig,
     buckets: Buckets,
     implementation: str | None,
+    mesh: Mesh | None = None,
     is_plain: bool = False,
 ) -> jax.stages.Lowered:
     """The engine's step at one shape, ready to compile.
 
     Args:
-      params, pool: arrays, or trees of `jax.ShapeDtypeStruct`s like them.
+      params, pool: arrays, or trees of `jax.ShapeDtypeStruct`s like them; on the mesh, if any.
+      mesh: see `StepRunner`.
       is_plain: for steps whose rows ask for the likeliest token and nothing more.
     """
-    static = dict(config=config, attention_implementation=implementation, is_plain=is_plain)
+    static: dict[str, Any] = dict(
+        config=config, attention_implementation=implementation, is_plain=is_plain
+    )
     sampling = make_sampling([], [], [], num_seqs=shape.num_seqs)
     batch = empty_batch(shape.num_tokens, shape.num_seqs, buckets.table_width)
     if not shape.decode_only:
+        if mesh is not None:
+            step = functools.partial(sample_step, **static)
+            return _lower_on(mesh, step, params, pool, StepCall(batch, sampling))
         return _jitted_step.lower(
             params, pool=pool, batch=batch, sampling=sampling, decode_only=False, **static
         )
@@ -214,9 +251,29 @@ def lower_step(
         stops=no_stops(shape.num_seqs),
         num_steps=np.int32(0),
     )
-    return _jitted_decode.lower(
-        params, pool=pool, call=call, max_steps=buckets.num_decode_steps, **static
-    )
+    static["max_steps"] = buckets.num_decode_steps
+    if mesh is not None:
+        return _lower_on(mesh, functools.partial(decode_steps, **static), params, pool, call)
+    return _jitted_decode.lower(params, pool=pool, call=call, **static)
+
+
+def _lower_on(
+    mesh: Mesh, step: Callable[..., Any], params, pool: KVPool, call: StepCall | DecodeCall
+) -> jax.stages.Lowered:
+    """The step of one of a mesh's rows, of all rows, with the arguments of a step of no mesh."""
+    mapped = on_mesh(step, mesh, StepSpecs.of_arrays(params, pool))
+    call = stack_rows([call] * mesh.shape[DATA_AXIS])
+
+    def run_decode(params, pool, call):
+        return mapped(params, pool, call)
+
+    def run_step(params, pool, batch, sampling):
+        return mapped(params, pool, batch, sampling)
+
+    if isinstance(call, DecodeCall):
+        return jax.jit(run_decode, donate_argnames="pool").lower(params, pool=pool, call=call)
+    jitted = jax.jit(run_step, donate_argnames="pool")
+    return jitted.lower(params, pool=pool, **call._asdict())
 
 
 def temporary_bytes(lowered: jax.stages.Lowered) -> int:
@@ -226,13 +283,12 @@ def temporary_bytes(lowered: jax.stages.Lowered) -> int:
     return int(analysis.temp_size_in_bytes)
 
 
-def to_host(output: SamplerOutput, num_steps: int = 1) -> SamplerOutput:
-    """Waits for a step's outputs and brings them to the host as numpy arrays.
+def flatten_steps(output: SamplerOutput, num_steps: int = 1) -> SamplerOutput:
+    """Outputs on the host, as one row after the other.
 
     Of a call of decode steps, [steps, S, ...], the first `num_steps` come as [S * num_steps, ...]:
-    row after row, the steps of each together.
+    row after row, the steps of each together. Of a step they are so already.
     """
-    output = jax.tree.map(np.asarray, output)
     if output.token_ids.ndim == 1:
         return output
     return jax.tree.map(lambda x: x[:num_steps].swapaxes(0, 1).reshape(-1, *x.shape[2:]), output)

@@ -24,7 +24,7 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...]) -> None:
 
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
-QUANTIZATIONS = ("int8", "int8_weight_only")
+QUANTIZATIONS = ("int8", "int8_weight_only", "int4")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 PREEMPTION_MODES = ("auto", "recompute", "swap")
 
@@ -103,14 +103,17 @@ class EngineConfig:
         where bfloat16 is slower; elsewhere float32 for a float32 checkpoint and bfloat16 for
         others.
       quantization: None; "int8": matrices are stored in int8 and activations quantised on the
-        way, the fastest on a CPU; "int8_weight_only": the activations are left alone.
+        way, the fastest on a CPU; "int8_weight_only": the activations are left alone; "int4":
+        matrices of 4 bits with a scale and a minimum for each 32 columns, as a Q4_1 file has them,
+        but for the vocabulary's, which are in int8.
       kv_cache_dtype: dtype of the KV pool: "auto", the weights'; "float32"; "bfloat16"; or "int8",
         which holds twice the tokens of bfloat16 and four times those of float32 in the same memory.
         Its scales are found when the model is loaded, by running it over a page of text.
       seed: from which the seeds of requests without their own are drawn.
       gpu_memory_utilization: the share of the device's memory the engine may use, 0 to 1.
-      kv_cache_memory_bytes: size of the KV pool; None sizes it from the device's memory. On CPU
-        that is 1 GiB, or what one request of max_model_len needs if that is more.
+      kv_cache_memory_bytes: size of the KV pool, over all devices that a model is cut over; None
+        sizes it from the device's memory. On CPU that is 1 GiB, or what one request of
+        max_model_len needs if that is more.
       num_gpu_blocks_override: number of blocks (the null block included), whatever the memory.
       max_model_len: longest sequence in tokens; None takes the model's.
       max_num_seqs: most sequences in one step; None: 32 on CPU, 256 elsewhere (or
@@ -138,7 +141,10 @@ class EngineConfig:
         while nobody waits to join: half of them in each of two calls, the second dispatched before
         the first one's tokens are read. 1: a step for each token. What is computed past a stop
         string or an abort is dropped. None: 8, but 1 on CPU and with speculation.
-      tensor_parallel_size: devices a model is split over; only 1 so far.
+      tensor_parallel_size: devices that a model is cut over.
+      data_parallel_size: how many times the model is there, each with a KV pool of its own and
+        max_num_seqs seats; requests are shared out. It takes data_parallel_size x
+        tensor_parallel_size devices.
       attention_implementation: None (the fastest for the device), "cpu" (C++, built where a
         compiler is found), "xla", "reference", or "tpu": the TPU's kernels, which run on other
         devices too, interpreted and very slow.
@@ -168,6 +174,7 @@ class EngineConfig:
     num_speculative_tokens: int = 7
     decode_lookahead: int | None = None
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     attention_implementation: str | None = None
     disable_log_stats: bool = True
     warmup: bool = True
@@ -178,11 +185,8 @@ class EngineConfig:
         if self.quantization is not None:
             check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={self.tensor_parallel_size!r} is not supported yet; "
-                "leave it at 1"
-            )
+        check_int("tensor_parallel_size", self.tensor_parallel_size, at_least=1)
+        check_int("data_parallel_size", self.data_parallel_size, at_least=1)
         check_int("seed", self.seed, at_least=0)
         check_int("block_size", self.block_size, at_least=1)
         check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)

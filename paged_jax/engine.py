@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from paged_jax.accounts import collect, memory_bytes
-from paged_jax.compile import StepRunner, to_host
-from paged_jax.config import SchedulerConfig
+from paged_jax.compile import StepRunner
 from paged_jax.dispatch import Dispatcher, Flight
+from paged_jax.intake import Intake
 from paged_jax.interrupts import uninterrupted
 from paged_jax.log import logger
 from paged_jax.metrics import Metrics, StepTimes
@@ -20,13 +19,12 @@ from paged_jax.outputs import RequestOutput
 from paged_jax.prefix_journal import PrefixJournal
 from paged_jax.prefix_watch import PrefixWatch
 from paged_jax.rates import SwapAlert
-from paged_jax.request import Request, check_prompt_length
-from paged_jax.sampling import MAX_MASKED_TOKENS, SamplerOutput
+from paged_jax.request import Request
+from paged_jax.sampling import SamplerOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduled_step import ScheduledStep
 from paged_jax.scheduler import Scheduler
-from paged_jax.sequence import NOT_FINITE, SequenceGroup, SequenceOp, SequenceState
-from paged_jax.tokenizer import Tokenizer
+from paged_jax.sequence import NOT_FINITE, SequenceGroup, SequenceState
 
 
 class Engine:
@@ -34,36 +32,26 @@ class Engine:
 
     Args:
       runner: the compiled steps and the KV pool.
-      config: the scheduler's limits; its num_blocks is the pool's.
-      vocab_size: token ids must lie below it.
-      eos_token_ids: tokens that end an output.
-      tokenizer: makes text of tokens; None leaves text empty.
-      seed: seeds of requests that bring none are drawn from it and their number.
+      intake: makes sequences of requests, and has the scheduler's limits.
       log_stats, swap_alert_tokens_per_second, watch_prefixes: see `EngineConfig`.
     """
 
     def __init__(
         self,
         runner: StepRunner,
-        config: SchedulerConfig,
+        intake: Intake,
         *,
-        vocab_size: int,
-        eos_token_ids: tuple[int, ...] = (),
-        tokenizer: Tokenizer | None = None,
-        seed: int = 0,
         log_stats: bool = False,
         swap_alert_tokens_per_second: float | None = None,
         watch_prefixes: bool = False,
     ):
         self.runner = runner
-        self.config = config
+        self.intake = intake
+        self.config = config = intake.config
         self.scheduler = Scheduler(config)
         self.scheduler.costs.bytes_a_token = runner.mover.bytes_a_block // config.block_size
         self.metrics = Metrics()
-        self.tokenizer = tokenizer
-        self.vocab_size = vocab_size
-        self.eos_token_ids = eos_token_ids
-        self.seed = seed
+        self.tokenizer = intake.tokenizer
         self.log_stats = log_stats
         self.swap_alert = SwapAlert(swap_alert_tokens_per_second)
         self.journal = PrefixJournal(config.block_size)
@@ -73,11 +61,10 @@ class Engine:
         # Outputs of a step that was interrupted when it was through; the next step gives them.
         self._undelivered: list[RequestOutput] = []
         self._sequences: dict[str, tuple[SequenceGroup, SequenceState]] = {}
-        self._num_seeds_drawn = 0
         self._last_log = (time.monotonic(), 0)
         # Bytes and seconds of all transfers, as last looked at.
         self._swapped = (0, 0.0)
-        self._dispatcher = Dispatcher(self.scheduler, runner)
+        self._dispatcher = Dispatcher([self.scheduler], runner)
         self._received = 0.0  # When the last step's outputs were on the host.
 
     def has_unfinished(self) -> bool:
@@ -89,98 +76,39 @@ class Engine:
         request_id: str,
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
-        *,
-        prompt: str | None = None,
-        cache_salt: str | None = None,
-        extra_keys: tuple[str | int, ...] = (),
-        priority: int = 0,
-        stream: bool = False,
-        op: SequenceOp | None = None,
+        **options: Any,
     ) -> None:
-        """Queues a request.
-
-        Args:
-          request_id: unique among the unfinished ones.
-          prompt_token_ids: the prompt; 1 to max_model_len - 1 ids below vocab_size.
-          params: how to sample.
-          prompt: the prompt's text, given back with the output.
-          cache_salt, extra_keys: requests share cached prefixes only with those of the same.
-          priority: under the priority policy a smaller one is served first.
-          stream: whether `step` gives an output for every new token, or only at the end.
-          op: what is done with a sequence that is held; None for a request of its own.
+        """Queues a request; the options, and what may be wrong, are those of `Intake.make_group`.
 
         Raises:
-          ValueError: the id is in use, the prompt is empty, too long or has an id out of range, the
-            sampling parameters do not fit the model, or there are priorities and the policy knows
-            none. Nothing is queued then.
+          ValueError: it cannot be served. Nothing is queued then.
         """
-        if request_id in self._groups:
-            raise ValueError(
-                f"request_id={request_id!r} is in use; give each unfinished request its own"
+        self.enqueue(
+            self.intake.make_group(
+                request_id, prompt_token_ids, params, is_taken=self.knows, **options
             )
-        if priority and self.config.policy != "priority":
-            raise ValueError(
-                f"priority={priority}: the policy {self.config.policy!r} knows no priorities; make "
-                "the engine with scheduling_policy='priority'"
-            )
-        op = op or SequenceOp()
-        token_ids = self.check_prompt(prompt_token_ids, prefill_only=op.prefill_only)
-        self._check_params(params, len(token_ids))
-        group = SequenceGroup(request_id, prompt, token_ids, params, [], stream)
-        for i in range(params.n):
-            child = params.child(i)
-            request = Request(
-                request_id if params.n == 1 else f"{request_id}/{i}",
-                token_ids,
-                child,
-                max_model_len=self.config.max_model_len,
-                eos_token_ids=self.eos_token_ids,
-                seed=self._draw_seed() if child.seed is None else child.seed,
-                cache_salt=cache_salt,
-                extra_keys=extra_keys,
-                priority=priority,
-                score_start=op.score_start
-                if params.prompt_logprobs is not None and i == 0
-                else None,
-                prefill_only=op.prefill_only,
-                hold=op.hold,
-                fork_of=group.sequences[0].request if i else op.fork_of,
-                takes_over=op.takes_over,
-            )
-            if request.request_id in self._sequences:  # "a" with n=2 is "a/0" and "a/1" inside.
-                raise ValueError(
-                    f"request_id={request_id!r}: its output {i} would be {request.request_id!r}, "
-                    "which is in use; give the request another id"
-                )
-            group.sequences.append(SequenceState(i, request, self.tokenizer))
-        first, *others = [sequence.request for sequence in group.sequences]
-        first.children.extend(others)  # The prompt is computed once, and they fork from it.
+        )
+
+    def enqueue(self, group: SequenceGroup) -> None:
+        """Queues the sequences of a request that `intake` made."""
+        first = group.sequences[0].request
         with uninterrupted():
             self.scheduler.add(first)
             for sequence in group.sequences:
                 self._sequences[sequence.request.request_id] = (group, sequence)
-            self._groups[request_id] = group
-            if op.fork_of is None:
-                self.metrics.prompt_tokens += len(token_ids)
+            self._groups[group.request_id] = group
+            if first.fork_of is None:
+                self.metrics.prompt_tokens += len(group.prompt_token_ids)
+
+    def knows(self, name: str) -> bool:
+        """Whether a request, or a sequence of one, is unfinished under this id."""
+        return name in self._groups or name in self._sequences
 
     def check_prompt(
         self, prompt_token_ids: Sequence[int], *, prefill_only: bool = False
     ) -> list[int]:
-        """The prompt as ints, if the engine can serve it.
-
-        Raises:
-          ValueError: it is empty, too long (with an output token, unless it is only computed), or
-            has an id out of range.
-        """
-        token_ids = [int(token_id) for token_id in prompt_token_ids]
-        check_prompt_length(len(token_ids), self.config.max_model_len, prefill_only)
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            i = next(i for i, t in enumerate(token_ids) if not 0 <= t < self.vocab_size)
-            raise ValueError(
-                f"prompt_token_ids[{i}]={token_ids[i]} is out of range: the model's vocabulary has "
-                f"{self.vocab_size} tokens, so ids go from 0 to {self.vocab_size - 1}"
-            )
-        return token_ids
+        """The prompt as ints, if the engine can serve it; see `Intake.check_prompt`."""
+        return self.intake.check_prompt(prompt_token_ids, prefill_only=prefill_only)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees its blocks at once.
@@ -213,10 +141,31 @@ class Engine:
             try:
                 self._undelivered += self._run_step()
             except BaseException:
-                self._recover()
+                self.recover()
                 raise
+        return self.take_undelivered()
+
+    def take_undelivered(self) -> list[RequestOutput]:
+        """Outputs that are to be given yet."""
         outputs, self._undelivered = self._undelivered, []
         return outputs
+
+    @property
+    def shards(self) -> tuple[Engine, ...]:
+        """The engines of the rows of a mesh; this one."""
+        return (self,)
+
+    def held(self, request_id: str) -> Request | None:
+        """The held sequence of this id, if there is one."""
+        return self.scheduler.held.get(request_id)
+
+    def release(self, request: Request) -> None:
+        """Frees the blocks of a held sequence; see `Scheduler.release`."""
+        self.scheduler.release(request)
+
+    def fork_held(self, parent: Request, request_id: str) -> Request:
+        """A held sequence of the same tokens; see `Scheduler.fork_held`."""
+        return self.scheduler.fork_held(parent, request_id)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached prefix; False, with nothing changed, while any block is in use."""
@@ -224,10 +173,10 @@ class Engine:
 
     def get_metrics(self) -> dict[str, Any]:
         """The engine's counters since it was made; see `accounts.collect` for each."""
-        metrics = collect(self.metrics, self.scheduler)
+        metrics = collect(self.metrics, [self.scheduler])
         metrics["swap_tokens_per_second"] = self.swap_alert.tokens_per_second
         metrics["memory_bytes"] = memory_bytes(
-            self.scheduler.blocks,
+            [self.scheduler.blocks],
             bytes_a_block=self.runner.mover.bytes_a_block,
             weights=self.runner.num_weight_bytes,
             temporary=self.runner.temporary_bytes,
@@ -238,45 +187,33 @@ class Engine:
         flight = self._dispatcher.next_flight()
         if flight is None:
             return []
-        sampled = to_host(flight.output, flight.step.num_decode_steps)
+        [sampled] = flight.to_host()
         received = time.perf_counter()
         self.runner.settle()
-        for chunk in flight.step.admitted:
+        return self.take(flight, 0, sampled, received)
+
+    def take(
+        self, flight: Flight, row: int, sampled: SamplerOutput, received: float
+    ) -> list[RequestOutput]:
+        """Takes what a step has sampled.
+
+        Args:
+          flight: the step, or the steps that ran as one.
+          row: which of them is this engine's.
+          sampled: its outputs, on the host.
+          received: when they were there, in seconds of `time.perf_counter`.
+
+        Returns:
+          As `step`.
+        """
+        step = flight.steps[row]
+        for chunk in step.admitted:
             self._observe_prompt(chunk.request)
         num_tokens_before = self.metrics.generation_tokens
-        outputs = self._process(flight.step, sampled)
-        self._count(flight, received, self.metrics.generation_tokens - num_tokens_before)
+        outputs = self._process(step, sampled)
+        num_generated = self.metrics.generation_tokens - num_tokens_before
+        self._count(flight, step, received, num_generated)
         return outputs
-
-    def _check_params(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        for token_id in params.stop_token_ids:
-            if token_id >= self.vocab_size:
-                raise ValueError(
-                    f"stop_token_ids holds {token_id}, and the model's vocabulary has "
-                    f"{self.vocab_size} tokens; leave it out"
-                )
-        room = self.config.max_model_len - num_prompt_tokens
-        if params.min_tokens > room:
-            raise ValueError(
-                f"min_tokens={params.min_tokens} does not fit: the prompt has {num_prompt_tokens} "
-                f"tokens and max_model_len={self.config.max_model_len} leaves room for {room}"
-            )
-        num_masked = len({*params.stop_token_ids, *self.eos_token_ids})
-        if params.min_tokens and num_masked > MAX_MASKED_TOKENS:
-            raise ValueError(
-                f"min_tokens={params.min_tokens} masks {num_masked} EOS and stop tokens, and "
-                f"{MAX_MASKED_TOKENS} can be masked; give fewer stop_token_ids, or min_tokens=0"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"stop={list(params.stop)!r} needs a tokenizer, and the engine has none "
-                "(skip_tokenizer_init); use stop_token_ids"
-            )
-
-    def _draw_seed(self) -> int:
-        text = f"{self.seed}/{self._num_seeds_drawn}".encode()
-        self._num_seeds_drawn += 1
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     def _process(self, step: ScheduledStep, sampled: SamplerOutput) -> list[RequestOutput]:
         """Takes a step's tokens; ends and hands out what they complete."""
@@ -373,7 +310,7 @@ class Engine:
                 self.metrics.count_finished(request)
         return group.output()
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After a fault: no block and no queue is trusted, and no request is lost."""
         self._dispatcher.forget()
         self._sequences.clear()
@@ -390,8 +327,9 @@ class Engine:
         if self.runner.renew_pool():
             logger.warning("A step failed with the KV pool in its hands; made a new one")
 
-    def _count(self, flight: Flight, received: float, num_generated: int) -> None:
-        step = flight.step
+    def _count(
+        self, flight: Flight, step: ScheduledStep, received: float, num_generated: int
+    ) -> None:
         times: StepTimes = self.metrics.steps["decode" if step.is_decode else "prefill"]
         device_seconds = received - max(flight.dispatched, self._received)
         self._received = received

@@ -111,6 +111,7 @@ class KVPool:
         dtype: DTypeLike = jnp.float32,
         scales: ChannelScales | None = None,
         for_tpu: bool | None = None,
+        shardings: KVPool | None = None,
     ) -> KVPool:
         """A pool of zeros. Its blocks are handed out by a `BlockPool`, block 0 never.
 
@@ -121,6 +122,7 @@ class KVPool:
           dtype: float32 or bfloat16, the model's (`LoadedModel.dtype`) as a rule, or int8.
           scales: of all layers, for an int8 pool, which needs them: `kv_calibration.calibrate`.
           for_tpu: whether in the rows of a TPU; None for the default backend's form.
+          shardings: where each array lies, as a pool of shardings; None: on the default device.
 
         Raises:
           ValueError: num_blocks, block_size or dtype is none of these, or scales do not fit.
@@ -137,11 +139,11 @@ class KVPool:
                 f"scales has shape {given}, and a pool of {jnp.dtype(dtype)} needs {needed}"
                 + (": give those of kv_calibration.calibrate" if needed else "; leave scales out")
             )
-        return cls(
-            layers=tuple(jnp.zeros(layer.shape, layer.dtype) for layer in form.layers),
-            head_dim=model.head_dim,
-            scales=jax.tree.map(jnp.array, scales),
-        )
+        if shardings is None:
+            layers = tuple(_zeros(layer) for layer in form.layers)
+            return cls(layers, model.head_dim, jax.tree.map(jnp.array, scales))
+        layers = tuple(map(_zeros, form.layers, shardings.layers))
+        return cls(layers, model.head_dim, jax.tree.map(_place, scales, shardings.scales))
 
     @classmethod
     def abstract(
@@ -186,9 +188,11 @@ class KVPool:
 
         scales: of the new pool, if it is an int8 one; None takes this one's, which must be alive.
         """
-        layers = tuple(jnp.zeros(layer.shape, layer.dtype) for layer in self.layers)
+        layers = tuple(_zeros(layer, layer.sharding) for layer in self.layers)
         scales = self.scales if scales is None else scales
-        return dataclasses.replace(self, layers=layers, scales=jax.tree.map(jnp.array, scales))
+        if self.scales is not None:
+            scales = jax.tree.map(lambda new, old: _place(new, old.sharding), scales, self.scales)
+        return dataclasses.replace(self, layers=layers, scales=scales)
 
     @classmethod
     def bytes_a_block(
@@ -231,6 +235,20 @@ class KVPool:
         return any(layer.is_deleted() for layer in self.layers)
 
 
+def _zeros(form: Any, sharding: Any = None) -> jax.Array:
+    if sharding is None:
+        return jnp.zeros(form.shape, form.dtype)
+    # On several hosts no process could make the whole array.
+    return jax.jit(lambda: jnp.zeros(form.shape, form.dtype), out_shardings=sharding)()
+
+
+def _place(array: Any, sharding: Any) -> jax.Array:
+    if isinstance(array, jax.Array) and array.sharding == sharding:
+        return jnp.copy(array)
+    array = np.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
 def uses_tpu_kernels(implementation: str | None) -> bool:
     """Whether an attention implementation means the TPU's kernels, and so a pool in their rows."""
     return implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu")
@@ -248,8 +266,8 @@ def paged_attend(
 
     The write comes before the read, in every layer and for the whole step: so a sequence may read
     blocks that another sequence of the same step fills, and the pool is updated in place. On a
-    TPU decodes write and read in one kernel, one after the other: `build_step` takes no
-    step for decodes in which one reads what another writes.
+    TPU decodes write and read in one kernel, one after the other: `batch_builder.decodes`
+    takes no step in which one reads what another writes.
 
     Args:
       batch: where each token's key and value go, and which blocks each sequence reads.
@@ -277,7 +295,9 @@ def paged_attend(
             tables = (batch.kv_lens, batch.block_tables, batch.num_seqs)
             return write_and_attend(q, k, v, layer, *tables, **options, **scales)
         layer = write_kv(layer, k, v, batch.slot_mapping, implementation=implementation)
-        out = ragged_paged_attention(q, layer, *where, **options, **scales, plan=plan)
+        out = ragged_paged_attention(
+            q, layer, *where, **options, **scales, plan=plan, decode_only=decode_only
+        )
         return out, layer
 
     def attend(q, k, v, cache):

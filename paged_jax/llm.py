@@ -7,18 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from paged_jax.assembly import choose_mesh, make_engine
 from paged_jax.beam_driver import BeamSearchOutput, run_beam_search
 from paged_jax.beam_search import BeamSearchParams
 from paged_jax.cache_tools import CacheTools
 from paged_jax.calls import Calls
-from paged_jax.compile import StepRunner, enable_persistent_cache
+from paged_jax.compile import enable_persistent_cache
 from paged_jax.config import EngineConfig
-from paged_jax.engine import Engine
-from paged_jax.kv_calibration import calibrate
-from paged_jax.kv_pool import KVPool, uses_tpu_kernels
-from paged_jax.models.loader import LoadedModel, load_model
+from paged_jax.models.loader import LoadedModel, load_model, spread_model
 from paged_jax.outputs import RequestOutput
 from paged_jax.process_memory import release_unused
 from paged_jax.prompts import (
@@ -30,7 +27,6 @@ from paged_jax.prompts import (
 )
 from paged_jax.sampling_params import MAX_LOGPROBS, SamplingParams
 from paged_jax.session import SequenceStore, Session
-from paged_jax.sizing import resolve
 from paged_jax.tokenizer import Tokenizer, load_tokenizer
 from pallas_kernels import IMPLEMENTATIONS
 
@@ -46,6 +42,8 @@ class LLM(CacheTools):
       tokenizer: a tokenizer of your own (an AutoTokenizer, a `tokenizers.Tokenizer`) or a folder
         that holds one; None takes the model's.
       skip_tokenizer_init: serve token ids only; texts come back empty.
+      mesh: devices of your choice, with the axes "data" and "tensor"; None takes
+        data_parallel_size x tensor_parallel_size of them.
       **options: fields of `EngineConfig`: dtype, quantization, kv_cache_dtype, seed,
         gpu_memory_utilization, kv_cache_memory_bytes, max_model_len, max_num_seqs,
         max_num_batched_tokens, block_size, enable_prefix_caching, num_gpu_blocks_override,
@@ -66,12 +64,14 @@ class LLM(CacheTools):
         *,
         tokenizer: Any = None,
         skip_tokenizer_init: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
         **options: Any,
     ):
         unknown = sorted(set(options) - set(EngineConfig.__dataclass_fields__))
         if unknown:
             raise ValueError(
                 f"unknown option {unknown[0]!r}; LLM takes model, tokenizer, skip_tokenizer_init, "
+                "mesh, "
                 f"{', '.join(EngineConfig.__dataclass_fields__)}"
             )
         if skip_tokenizer_init and tokenizer is not None:
@@ -84,11 +84,13 @@ class LLM(CacheTools):
                 f"{list(IMPLEMENTATIONS)}"
             )
         enable_persistent_cache()
+        mesh = choose_mesh(self.config, mesh)
         if not isinstance(model, LoadedModel):
             model = load_model(
                 model,
                 dtype=self.config.dtype,
                 quantization=self.config.quantization,  # pyright: ignore[reportArgumentType]
+                mesh=mesh,
             )
         elif self.config.dtype not in ("auto", model.dtype):
             raise ValueError(
@@ -100,6 +102,8 @@ class LLM(CacheTools):
                 f"quantization={self.config.quantization!r}, and the model was loaded with "
                 f"quantization={model.quantization!r}; leave it out, or load the model so"
             )
+        if mesh is not None and mesh != model.mesh:
+            model = spread_model(model, mesh)
         release_unused()  # What loading left, before the pool takes as much again.
         self.model = model
         self._tokenizer: Tokenizer | None = None
@@ -107,7 +111,7 @@ class LLM(CacheTools):
             self._tokenizer = (
                 model.load_tokenizer() if tokenizer is None else load_tokenizer(tokenizer)
             )
-        self.engine = _make_engine(model, self._tokenizer, self.config)
+        self.engine = make_engine(model, self._tokenizer, self.config)
         self._calls = Calls(self.engine)
 
     def generate(
@@ -258,7 +262,7 @@ class LLM(CacheTools):
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params={params!r}: it must be BeamSearchParams")
         store = SequenceStore(self._calls)
-        num_eos = 0 if params.ignore_eos else len(self.engine.eos_token_ids)
+        num_eos = 0 if params.ignore_eos else len(self.engine.intake.eos_token_ids)
         if params.beam_width + num_eos > MAX_LOGPROBS:
             raise ValueError(
                 f"beam_width={params.beam_width}: with {num_eos} EOS tokens it may be at most "
@@ -363,58 +367,3 @@ def _as_conversations(messages: Any) -> list[Any]:
         return [messages]
     messages = list(messages)
     return [messages] if messages and isinstance(messages[0], Mapping) else messages
-
-
-def _make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> Engine:
-    device = jax.devices()[0]
-    kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
-    scheduler_config, buckets = resolve(
-        config, model.config, model.params, dtype=jnp.dtype(kv_dtype), device=device
-    )
-    kv_scales = None
-    if kv_dtype == "int8":
-        kv_scales = calibrate(
-            model.params,
-            config=model.config,
-            tokenizer=tokenizer,
-            max_model_len=scheduler_config.max_model_len,
-        )
-    try:
-        pool = KVPool.create(
-            model.config,
-            num_blocks=scheduler_config.num_blocks,
-            block_size=scheduler_config.block_size,
-            dtype=jnp.dtype(kv_dtype),
-            scales=kv_scales,
-            for_tpu=uses_tpu_kernels(config.attention_implementation),
-        )
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        raise ValueError(
-            f"a KV pool of {scheduler_config.num_blocks} blocks does not fit the device's memory; "
-            "lower kv_cache_memory_bytes, num_gpu_blocks_override or gpu_memory_utilization"
-        ) from error
-    runner = StepRunner(
-        model.params,
-        pool,
-        config=model.config,
-        buckets=buckets,
-        # Block 0 of the host is never used either.
-        num_host_blocks=scheduler_config.num_host_blocks and scheduler_config.num_host_blocks + 1,
-        attention_implementation=config.attention_implementation,
-    )
-    if config.warmup:
-        runner.warm_up()
-    engine = Engine(
-        runner,
-        scheduler_config,
-        vocab_size=model.config.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        tokenizer=tokenizer,
-        seed=config.seed,
-        log_stats=not config.disable_log_stats,
-        swap_alert_tokens_per_second=config.swap_alert_tokens_per_second,
-        watch_prefixes=config.watch_prefixes,
-    )
-    if scheduler_config.num_host_blocks and config.preemption_mode == "auto":
-        engine.scheduler.costs.swap_bytes_per_second = runner.measure_swap()
-    return engine

@@ -92,7 +92,7 @@ def serve_lines(
 
     Args:
       llm: the engine; nothing else may use it meanwhile.
-      lines: from `read_lines`; at most four times max_num_seqs of them are held at once.
+      lines: from `read_lines`; at most four times the engine's seats of them are held at once.
       write: takes a row: see `row_of`.
       chat: send plain text through the chat template as a user's message (messages always are).
       on_output: is told of each finished request; for progress.
@@ -101,7 +101,7 @@ def serve_lines(
       How many rows were written, and how many of them carry an error.
     """
     engine = llm.engine
-    num_seats = engine.config.max_num_seqs
+    num_seats = engine.config.max_num_seqs * len(engine.shards)
     # With num_seats in the queue and one in the reader's hand that makes 4 * num_seats.
     most_held = 3 * num_seats - 1
     held: dict[str, Line] = {}
@@ -114,7 +114,7 @@ def serve_lines(
                 if line is None:
                     break
                 request_id = str(line.index)
-                error = line.error or _try_add(llm, line, request_id, chat=chat)
+                error = line.error or try_add(llm, line, request_id, chat=chat)
                 if error is None:
                     held[request_id] = line
                 else:
@@ -209,7 +209,7 @@ def row_of(line: Line, output: RequestOutput) -> dict[str, Any]:
     return row
 
 
-def _try_add(llm: LLM, line: Line, request_id: str, *, chat: bool) -> str | None:
+def try_add(llm: LLM, line: Line, request_id: str, *, chat: bool) -> str | None:
     """Queues a line; returns why that cannot be, or None."""
     assert line.params is not None
     try:

@@ -16,7 +16,7 @@ def report(llm: LLM, seconds: float) -> str:
         to be compiled is shown, and no part of its speed.
     """
     metrics = llm.get_metrics()
-    config = llm.engine.config
+    config, num_pools = llm.engine.config, len(llm.engine.shards)
     reasons = metrics["request_success"]
     ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "none"
     queries, hits = metrics["prefix_cache_queries"], metrics["prefix_cache_hits"]
@@ -35,7 +35,8 @@ def report(llm: LLM, seconds: float) -> str:
         ("speed", f"{tokens_out / (seconds - compiling):.1f} output tokens/s"),
         (
             "KV pool",
-            f"{config.num_blocks - 1:,} blocks of {config.block_size} tokens, "
+            (f"{num_pools} x " if num_pools > 1 else "")
+            + f"{config.num_blocks - 1:,} blocks of {config.block_size} tokens, "
             f"{runner.pool.num_bytes / _MIB:.0f} MiB; peak use {100 * peak:.1f}%",
         ),
         ("prefix hits", f"{hits:,} of {queries:,} tokens ({100 * hits / max(queries, 1):.1f}%)"),

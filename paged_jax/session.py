@@ -54,8 +54,8 @@ class SequenceStore:
     def __init__(self, calls: Calls):
         self.calls = calls
         engine = calls.engine
-        self.vocab_size: int = engine.vocab_size
-        self.eos_token_ids: Collection[int] = engine.eos_token_ids
+        self.vocab_size: int = engine.intake.vocab_size
+        self.eos_token_ids: Collection[int] = engine.intake.eos_token_ids
         self.max_model_len: int = engine.config.max_model_len
         self.max_num_seqs: int = engine.config.max_num_seqs
 

@@ -6,6 +6,11 @@ import os
 import pathlib
 from typing import Any
 
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
 from paged_jax.batch import Buckets
 from paged_jax.block_mover import swap_temporary_bytes
 from paged_jax.compile import lower_step, temporary_bytes
@@ -13,6 +18,7 @@ from paged_jax.config import EngineConfig, SchedulerConfig
 from paged_jax.kv_pool import KVPool, uses_tpu_kernels
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
+from paged_jax.sharding import abstract_pool_on
 
 GIB = 2**30
 
@@ -22,18 +28,22 @@ CPU_POOL_BYTES = 1 * GIB
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, params, *, dtype, device: Any
+    config: EngineConfig, model: ModelConfig, params, *, dtype, mesh: Mesh | None = None
 ) -> tuple[SchedulerConfig, Buckets]:
     """Settles every limit of an engine, and the shapes of its steps.
 
     Args:
+      model: over a mesh that of `split_config`.
       dtype: of the KV pool, which need not be the weights'.
+      mesh: what the weights are spread over; the limits are those of each of its rows.
 
     Raises:
       ValueError: max_model_len is beyond the model's; or the pool can't hold one request of the
         maximum length, naming the longest that would fit.
     """
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
+    num_rows, num_parts = (1, 1) if mesh is None else mesh.devices.shape
     max_model_len = _max_model_len(config, model)
     max_num_seqs = config.max_num_seqs or min(
         32 if on_cpu else 256, config.max_num_batched_tokens or 256
@@ -65,12 +75,13 @@ def resolve(
         elif on_cpu:
             longest = (-(-max_model_len // config.block_size) + 1) * bytes_a_block
             room = int(available_host_bytes() * config.gpu_memory_utilization)
-            pool_bytes = min(room, max(CPU_POOL_BYTES, longest))
+            pool_bytes = min(room // num_rows, max(CPU_POOL_BYTES, longest))
         else:
-            pool_bytes = _device_room(config, model, params, buckets, pool_form, device)
+            room = _device_room(config, model, params, buckets, pool_form, mesh)
+            pool_bytes = room * num_parts
             if config.swap_space_bytes:
                 pool_bytes -= swap_temporary_bytes(bytes_a_block)
-        num_blocks = max(pool_bytes, 0) // bytes_a_block
+        num_blocks = _least_of_processes(max(pool_bytes, 0) // bytes_a_block, mesh)
         if num_blocks < 2:
             mend = (
                 f"raise kv_cache_memory_bytes to at least {2 * bytes_a_block}"
@@ -129,6 +140,13 @@ def available_host_bytes() -> int:
     return min(candidates)
 
 
+def _least_of_processes(number: int, mesh: Mesh | None) -> int:
+    """The smallest that any process of a mesh comes with: their schedules must be the same."""
+    if mesh is None or len({device.process_index for device in mesh.devices.flat}) == 1:
+        return number
+    return int(np.min(multihost_utils.process_allgather(np.int32(number))))
+
+
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     limit = model.max_position_embeddings
     if config.max_model_len is None:
@@ -147,15 +165,20 @@ def _device_room(
     params,
     buckets: Buckets,
     pool_form: dict[str, Any],
-    device: Any,
+    mesh: Mesh | None,
 ) -> int:
-    """The device's memory times utilisation, less what is in use, less the largest step's."""
+    """A device's memory times utilisation, less what is in use, less the largest step's."""
+    device = jax.local_devices()[0]
+    if mesh is not None:
+        device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ValueError(
             f"{device} does not report its memory; set kv_cache_memory_bytes to the pool's size"
         )
     small_pool = KVPool.abstract(model, num_blocks=2, **pool_form)
+    if mesh is not None:
+        small_pool = abstract_pool_on(mesh, model, num_blocks=2, **pool_form)
     largest = lower_step(
         params,
         small_pool,
@@ -163,6 +186,7 @@ def _device_room(
         config=model,
         buckets=buckets,
         implementation=config.attention_implementation,
+        mesh=mesh,
     )
     limit = int(stats["bytes_limit"] * config.gpu_memory_utilization)
     return limit - stats.get("bytes_in_use", 0) - temporary_bytes(largest)

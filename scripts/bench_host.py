@@ -40,6 +40,7 @@ from paged_jax.batch import Buckets
 from paged_jax.compile import StepRunner
 from paged_jax.config import SchedulerConfig
 from paged_jax.engine import Engine
+from paged_jax.intake import Intake
 from paged_jax.sampling import SamplerOutput
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.tokenizer import Tokenizer
@@ -127,9 +128,7 @@ def make_engine(max_num_seqs: int, num_blocks: int) -> Engine:
     runner = FakeRunner(buckets, np.random.default_rng(1))
     return Engine(
         cast(StepRunner, runner),
-        config,
-        vocab_size=VOCAB_SIZE,
-        tokenizer=Tokenizer.wrap(ByteTokenizer()),
+        Intake(config, vocab_size=VOCAB_SIZE, tokenizer=Tokenizer.wrap(ByteTokenizer())),
         watch_prefixes=True,
     )
 

@@ -32,7 +32,7 @@ NUM_PROMPTS = flags.DEFINE_integer("num_prompts", 32, "Sequences.", lower_bound=
 PROMPT_LEN = flags.DEFINE_integer("prompt_len", 128, "Tokens a prompt.", lower_bound=1)
 NUM_STEPS = flags.DEFINE_integer("num_steps", 24, "Decode steps, about.", lower_bound=1)
 QUANTIZATION = flags.DEFINE_enum(
-    "quantization", None, ["int8", "int8_weight_only"], "Of the weights."
+    "quantization", None, ["int8", "int8_weight_only", "int4"], "Of the weights."
 )
 KV_CACHE_DTYPE = flags.DEFINE_string("kv_cache_dtype", None, "Of the KV pool; None: the default.")
 TRACE = flags.DEFINE_string("trace", None, "A folder to keep the traces in.")
@@ -111,7 +111,7 @@ class Profiler:
 
     def _add(self, num_prompts: int, length: int, max_tokens: int) -> None:
         params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        for prompt in self._rng.integers(0, self.engine.vocab_size, (num_prompts, length)):
+        for prompt in self._rng.integers(0, self.engine.intake.vocab_size, (num_prompts, length)):
             self._num_requests += 1
             self.engine.add_request(str(self._num_requests), prompt.tolist(), params)
 

@@ -4,7 +4,11 @@ import os
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+# Before jax looks for devices: the meshes of the tests.
+jax.config.update("jax_num_cpu_devices", 8)
 
 # pytest's importlib mode leaves sys.path alone; this lets tests import their helper modules, such
 # as model_files.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paged_jax.batch import Buckets, make_batch, make_sampling
-from paged_jax.batch_builder import build_step
+from paged_jax.batch_builder import build_steps
 from paged_jax.config import SchedulerConfig
 from paged_jax.request import Request, RequestStatus
 from paged_jax.sampling import MAX_MASKED_TOKENS
@@ -128,7 +128,7 @@ def run_step(scheduler: Scheduler, sample: Callable[[], int]) -> list:
     step = scheduler.schedule()
     if not step.chunks:
         return []
-    shape, (batch, sampling) = build_step(step, BUCKETS, block_size=BLOCK_SIZE)
+    shape, [(batch, sampling)] = build_steps([step], BUCKETS, block_size=BLOCK_SIZE)
     check_equal(batch, expected_batch(step, shape))
     check_equal(sampling, expected_sampling(step, shape))
     scheduler.update(step, [sample() for _ in step.chunks])
@@ -210,7 +210,7 @@ def test_the_public_functions_give_the_same_arrays():
         params = SamplingParams(temperature=0.5, top_p=0.9, logprobs=2)
         scheduler.add(Request(name, prompt, params, max_model_len=60, seed=seed))
     step = scheduler.schedule()
-    shape, (batch, sampling) = build_step(step, BUCKETS, block_size=BLOCK_SIZE)
+    shape, [(batch, sampling)] = build_steps([step], BUCKETS, block_size=BLOCK_SIZE)
     requests = [chunk.request for chunk in step.chunks]
     plain = make_batch(
         [request.token_ids for request in requests],

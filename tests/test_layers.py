@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 LAYERS = [
     "pallas_kernels",
     "paged_jax.log paged_jax.paths paged_jax.process_memory paged_jax.interrupts "
+    "paged_jax.watchman paged_jax.process_watch "
     "paged_jax.sampling_params paged_jax.config",
     "paged_jax.block_moves paged_jax.block_stats paged_jax.prefix_cache paged_jax.kv_events "
     "paged_jax.prefix_journal paged_jax.prefix_watch paged_jax.rates paged_jax.block_pool "
@@ -18,20 +19,24 @@ LAYERS = [
     "paged_jax.request paged_jax.drafter paged_jax.prefix_pins paged_jax.host_tier "
     "paged_jax.cache_listeners paged_jax.block_manager paged_jax.preemption "
     "paged_jax.waiting paged_jax.scheduled_step paged_jax.lookahead paged_jax.scheduler "
+    "paged_jax.placement "
     "paged_jax.pool_snapshot paged_jax.pool_picture paged_jax.memory_report",
     "paged_jax.chat paged_jax.tokenizer_gguf paged_jax.tokenizer paged_jax.detokenizer "
     "paged_jax.demo_model paged_jax.prompts paged_jax.beam_search paged_jax.beam_driver "
     "paged_jax.simulate",
     "paged_jax.bisection paged_jax.sampling paged_jax.batch paged_jax.decode_rows "
     "paged_jax.batch_builder "
-    "paged_jax.kv_pool paged_jax.block_mover",
+    "paged_jax.kv_pool paged_jax.block_mover paged_jax.array_folder "
+    "paged_jax.array_folder_writer",
     "paged_jax.models",
-    "paged_jax.step paged_jax.decode_loop paged_jax.compile paged_jax.dispatch "
-    "paged_jax.sizing paged_jax.kv_calibration",
+    "paged_jax.step paged_jax.sharding paged_jax.decode_loop paged_jax.compile paged_jax.dispatch "
+    "paged_jax.sizing paged_jax.prefix_snapshot paged_jax.kv_calibration",
     "paged_jax.outputs paged_jax.metrics paged_jax.sequence paged_jax.accounts",
-    "paged_jax.engine paged_jax.calls paged_jax.session paged_jax.prometheus "
+    "paged_jax.intake paged_jax.engine paged_jax.data_parallel paged_jax.assembly "
+    "paged_jax.calls paged_jax.session paged_jax.prometheus "
     "paged_jax.cache_tools paged_jax.llm",
-    "paged_jax.report paged_jax.offline paged_jax.demo paged_jax.cli",
+    "paged_jax.hardware paged_jax.plan paged_jax.report paged_jax.offline paged_jax.demo "
+    "paged_jax.cli paged_jax.multihost paged_jax.ray_data",
 ]
 HOST_LAYERS = range(1, 5)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny_engine import EOS, GREEDY, check_idle, prompts_of, run, tiny_llm, tiny_model, tokens_of
 
-import paged_jax.engine as engine_module
 from paged_jax import LLM, SamplingParams
 from paged_jax.config import SchedulerConfig
 from paged_jax.decode_rows import DecodeRows, StopRules, advance, step_of
+from paged_jax.dispatch import Flight
 from paged_jax.request import Request
 from paged_jax.scheduler import Scheduler
 
@@ -100,9 +100,9 @@ def test_a_call_is_dispatched_before_the_last_ones_tokens_are_read(model, monkey
     llm = tiny_llm(model, decode_lookahead=4, warmup=False)
     calls = count_calls(llm)
     read = []
-    to_host = engine_module.to_host
+    to_host = Flight.to_host
     monkeypatch.setattr(
-        engine_module, "to_host", lambda *args: (read.append(len(calls)), to_host(*args))[1]
+        Flight, "to_host", lambda flight: (read.append(len(calls)), to_host(flight))[1]
     )
     run(llm, prompts_of([5]), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))
     # The prefill; then four calls of two steps: at each reading one more is on its way.
@@ -187,17 +187,17 @@ def test_a_fault_loses_and_changes_nothing(model, monkeypatch, at):
     llm = tiny_llm(model, decode_lookahead=4, warmup=False)
     plain = tiny_llm(model, warmup=False)
     prompts = prompts_of([5, 8], seed=at)
-    to_host, reads = engine_module.to_host, []
+    to_host, reads = Flight.to_host, []
 
-    def failing(*args):
+    def failing(flight):
         reads.append(1)
         if len(reads) == at:
             raise RuntimeError("the device is gone")
-        return to_host(*args)
+        return to_host(flight)
 
     for i, prompt in enumerate(prompts):
         llm.engine.add_request(str(i), prompt, GREEDY)
-    monkeypatch.setattr(engine_module, "to_host", failing)
+    monkeypatch.setattr(Flight, "to_host", failing)
     outputs = {}
     failures = 0
     while llm.engine.has_unfinished():

@@ -13,7 +13,7 @@ from tiny_engine import tiny_model
 
 import paged_jax as pj
 from paged_jax.batch import Buckets
-from paged_jax.batch_builder import build_decode
+from paged_jax.batch_builder import decodes
 from paged_jax.config import SchedulerConfig
 from paged_jax.request import Request
 from paged_jax.sampling_params import SamplingParams
@@ -163,6 +163,6 @@ def test_a_step_that_reads_what_it_writes_is_none_of_decodes() -> None:
     buckets = Buckets.choose(
         max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32, block_size=4
     )
-    assert build_decode(step, buckets) is not None
+    assert decodes(step, buckets)
     appending = dataclasses.replace(buckets, decodes_append=True)
-    assert build_decode(step, appending) is None
+    assert not decodes(step, appending)

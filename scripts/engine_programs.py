@@ -14,38 +14,13 @@ from paged_jax.batch import make_batch, make_sampling
 from paged_jax.decode_loop import decode_steps
 from paged_jax.decode_rows import DecodeCall, DecodeRows, no_stops
 from paged_jax.kv_pool import KVPool
-from paged_jax.models.config import ModelConfig, RopeConfig
+from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import abstract_params
+from paged_jax.models.presets import LLAMA3_8B, SMOLLM2_135M
 from paged_jax.models.quantized import Quantization
 from paged_jax.models.registry import model_module
 from paged_jax.step import sample_step
 
-# The models' published configurations.
-SMOLLM2_135M = ModelConfig(
-    vocab_size=49_152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=1e5),
-)
-LLAMA3_8B = ModelConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=5e5),
-)
 # Of a call that decodes: half of the engine's lookahead.
 DECODE_STEPS = 4
 # Twice a step's temporaries and more, so that the copy of one layer would show.

@@ -27,7 +27,8 @@ class Accelerator:
     Attributes:
       bandwidth_share, operations_share: what kernels reach of the data sheet's rates.
       host_link_bytes_per_second: to host memory, one direction.
-      step_overhead_seconds: of every step, whatever it computes.
+      step_overhead_seconds: of every step, whatever it computes, in which the device waits for the
+        host.
       context_share: of the memory, for contexts, kernels and temporary arrays.
     """
 
@@ -108,9 +109,12 @@ ACCELERATORS = {
     "h200": _accelerator("H200 141 GB", 141, 4800, 989),
     "b200": _accelerator("B200 180 GB", 180, 8000, 2250),
     "l4": _accelerator("L4 24 GB", 24, 300, 121),
+    "v4": _accelerator("TPU v4 32 GB", 32, 1228, 275),
     "v5e": _accelerator("TPU v5e 16 GB", 16, 819, 197),
     "v5p": _accelerator("TPU v5p 95 GB", 95, 2765, 459),
     "v6e": _accelerator("TPU v6e 32 GB", 32, 1640, 918),
+    # One of a chip's two cores, which programs see as a device each.
+    "tpu7x": _accelerator("TPU7x core 96 GB", 96, 3690, 1153),
 }
 MODELS = {
     "llama-3-8b": LLAMA_3_8B,
@@ -179,6 +183,11 @@ class DeviceModel:
     @property
     def bytes_a_block(self) -> int:
         return self.block_size * self.model.bytes_a_token
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Of each step, those in which the device waits for the host."""
+        return self.accelerator.step_overhead_seconds
 
     def num_blocks(self, utilization: float) -> int:
         """KV blocks that fit: memory times utilisation, less weights, less the contexts' share."""

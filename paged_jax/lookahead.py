@@ -32,7 +32,7 @@ def steps_at_once(
       1 unless all of them decode. No more than there are free blocks for: nobody is preempted for
       the sake of a longer call.
     """
-    if most == 1 or not all(map(_decodes, chunks)):
+    if most == 1 or not chunks or not all(map(_decodes, chunks)):
         return 1
     return _reserve(chunks, blocks, most, seat_is_wanted)
 
@@ -67,6 +67,14 @@ def extend(
     if not num_steps:
         return None
     return ScheduledStep(tuple(chunks), moves=blocks.take_moves(), num_decode_steps=num_steps)
+
+
+def row_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """The numbers of rows that decode steps are compiled for: 1, 8, 32, 128, ..., and all seats.
+
+    Where a smaller one would hold those that are left, no call follows on the last one.
+    """
+    return (*(n for n in (1, 8, 32, 128, 512, 2048) if n < max_num_seqs), max_num_seqs)
 
 
 def num_left(chunk: ScheduledChunk) -> int:

@@ -36,6 +36,7 @@ from typing import Any
 from absl import app, flags
 
 from paged_jax.config import PREEMPTION_MODES, SchedulerConfig
+from paged_jax.process_memory import resident_bytes
 from paged_jax.simulate import (
     ACCELERATORS,
     ALLOCATORS,
@@ -54,6 +55,7 @@ from paged_jax.simulate import (
     scaled,
 )
 from paged_jax.simulate.autoscaler import AutoscalePolicy, serve_autoscaled
+from paged_jax.simulate.explanations import ALLOCATOR_WORDS, verdict
 from paged_jax.simulate.fleet import ROUTERS, make_router, merged, serve
 from paged_jax.simulate.guide import arithmetic, compare_guide
 from paged_jax.simulate.loop import simulate
@@ -91,6 +93,12 @@ MAX_MODEL_LEN = flags.DEFINE_integer("max_model_len", 8192, "Longest request.", 
 MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 256, "Most requests in a step.", lower_bound=1)
 MAX_TOKENS = flags.DEFINE_integer(
     "max_num_batched_tokens", 2048, "Most tokens in a step.", lower_bound=1
+)
+LOOKAHEAD = flags.DEFINE_integer(
+    "decode_lookahead",
+    1,
+    "Tokens that are decoded ahead of what the host has read; engines take 8 by default.",
+    lower_bound=1,
 )
 PREFIX_CACHING = flags.DEFINE_bool("prefix_caching", True, "Whether prompts share blocks.")
 PREEMPTION = flags.DEFINE_enum("preemption_mode", "auto", PREEMPTION_MODES, "Of preemption.")
@@ -170,18 +178,16 @@ def make_config(device: DeviceModel) -> SchedulerConfig:
         enable_prefix_caching=PREFIX_CACHING.value,
         preemption_mode=PREEMPTION.value,
         num_host_blocks=int(SWAP_GIB.value * 2**30) // device.bytes_a_block,
+        decode_lookahead=LOOKAHEAD.value,
     )
 
 
 def run_allocator(allocator: str, config: SchedulerConfig, step_time: StepTime) -> Results:
-    """The workload on all replicas; the timeline is that of the first."""
+    """The workload on all replicas."""
     if REPLICAS.value == 1:
         return simulate(make_requests(), config, step_time, allocator=allocator)
     replicas = [Replica(config, step_time, allocator=allocator) for _ in range(REPLICAS.value)]
-    parts = serve(make_requests(), replicas, make_router(ROUTER.value))
-    total = merged(parts)
-    total.timeline = parts[0].timeline
-    return total
+    return merged(serve(make_requests(), replicas, make_router(ROUTER.value)))
 
 
 def describe(device: DeviceModel, config: SchedulerConfig) -> dict[str, str]:
@@ -219,8 +225,16 @@ def describe(device: DeviceModel, config: SchedulerConfig) -> dict[str, str]:
         f"{config.max_num_seqs:,} requests and {config.max_num_batched_tokens:,} tokens",
         "Step time": step_time,
     }
+    settings["Memory management"] = "; ".join(
+        f"{name}: {ALLOCATOR_WORDS[name]}" for name in USED_ALLOCATORS.value
+    )
+    if config.decode_lookahead > 1:
+        settings["Decoding ahead"] = (
+            f"by up to {config.decode_lookahead} tokens, in calls of {config.num_decode_steps} "
+            "steps, where nobody waits; those spare the device the wait for the host"
+        )
     if PRICE.value is not None:
-        settings["Price"] = f"{PRICE.value:g} an hour and device"
+        settings["Price"] = f"{PRICE.value:g} an hour and device, in whatever currency"
     return settings
 
 
@@ -230,13 +244,18 @@ def run_workload() -> dict[str, Any]:
     config, step_time = make_config(device), make_step_time(device)
     settings = describe(device, config)
     print("\n".join(f"{name}: {value}" for name, value in settings.items()) + "\n")
-    started = time.perf_counter()
+    started = time.process_time()
     runs = {name: run_allocator(name, config, step_time) for name in USED_ALLOCATORS.value}
-    seconds = time.perf_counter() - started
+    seconds = time.process_time() - started
     figures = {name: run.figures(PRICE.value) for name, run in runs.items()}
-    print(compare_runs(figures))
+    print(compare_runs(figures) + "\n")
+    print("\n".join(f"{name}: {verdict(run)}" for name, run in figures.items()))
     num_sequence_steps = sum(f["num_sequence_steps"] for f in figures.values())
-    print(f"\n{num_sequence_steps / seconds:,.0f} sequence-steps a second of real time")
+    pace, peak = num_sequence_steps / seconds, resident_bytes().get("peak", 0)
+    print(
+        f"\nsimulated at {pace:,.0f} sequence-steps a second of CPU time, in "
+        f"{peak / 2**20:.0f} MiB of memory"
+    )
     if HTML.value is not None:
         from paged_jax.simulate.html_report import NOTES, write_report
         from paged_jax.simulate.report_pictures import report_pictures
@@ -250,7 +269,12 @@ def run_workload() -> dict[str, Any]:
             notes=NOTES,
         )
         print(f"report: {HTML.value}")
-    return {"runs": figures, "wall_seconds": seconds}
+    return {
+        "runs": figures,
+        "cpu_seconds": seconds,
+        "sequence_steps_per_cpu_second": pace,
+        "peak_memory_bytes": peak,
+    }
 
 
 def run_size() -> dict[str, Any]:

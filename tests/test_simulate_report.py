@@ -14,6 +14,7 @@ from paged_jax.config import SchedulerConfig
 from paged_jax.simulate import ChatTraffic, ConstantStepTime, Results, TraceRequest, simulate
 from paged_jax.simulate.allocators import MemorySample
 from paged_jax.simulate.explanations import EXPLANATIONS, explain
+from paged_jax.simulate.fleet import merged
 from paged_jax.simulate.html_report import Figure, html_report
 from paged_jax.simulate.pictures import (
     draw_batch,
@@ -21,11 +22,11 @@ from paged_jax.simulate.pictures import (
     draw_hit_ratios,
     draw_memory,
     draw_pool_history,
-    even_series,
 )
 from paged_jax.simulate.pool_history import CACHED, FREE, SHARED, sample_pool
 from paged_jax.simulate.report import run_rows
 from paged_jax.simulate.report_pictures import report_pictures
+from paged_jax.simulate.series import device_series, even_series
 from paged_jax.simulate.studies import (
     all_at_once,
     small_pool_history,
@@ -75,12 +76,43 @@ def test_a_series_is_even_and_knows_when_a_device_is_idle():
         "external": [0.0, 0.3, 0.0, 0.0, 0.0],
     }
     at = np.searchsorted(even["seconds"], times, "right") - 1
-    assert np.allclose(np.diff(even["seconds"]), results.timeline.interval_seconds)
+    assert np.allclose(np.diff(even["seconds"]), results.timelines[0].interval_seconds)
     assert even["seconds"][-1] == pytest.approx(9.0, abs=0.02)
     for name, values in expected.items():
         assert even[name][at] == pytest.approx(values), name
     with pytest.raises(ValueError, match="no timeline"):
         even_series(Results(100))
+
+
+def test_time_between_steps_is_idle():
+    # A step of 1 s in every 3: intervals of some seconds show the mean over all of the time.
+    results = stepped([(3.0 * i, 6, 60, 40) for i in range(2000)])
+    even = even_series(results)
+    assert results.timelines[0].interval_seconds > 6
+    assert even["running"].mean() == pytest.approx(2, rel=0.02)
+    assert even["free"].mean() == pytest.approx(0.8, rel=0.02)
+
+
+def test_a_fleet_is_the_sum_of_its_devices():
+    # One device makes its steps in 16 s, the other in 4: their intervals differ in width.
+    one = stepped([(float(i), 4, 40, 60) for i in range(16)])
+    two = stepped([(float(i), 10, 90, 10) for i in range(4)])
+    fleet = merged([one, two])
+    widths = {timeline.interval_seconds for timeline in fleet.timelines}
+    assert len(widths) == 2
+    series = device_series(fleet, ["running"])
+    at = np.searchsorted(series["seconds"], [1.5, 10.5], "right") - 1
+    assert np.allclose(series["running"][:, at], [[4, 4], [10, 0]])
+    together, each = draw_batch({"paged": fleet}).axes
+    line, mean = together.lines[0], each.lines[0]
+    assert len(x_of(line)) <= 251, "so that the band can be seen"
+    at_all, at = at, np.searchsorted(x_of(line), [1.5, 10.5], "right") - 1
+    assert y_of(line)[at] == pytest.approx([14, 4]) and y_of(mean)[at] == pytest.approx([7, 2])
+    corners = np.asarray(each.collections[0].get_paths()[0].vertices)
+    assert corners[:, 1].max() == pytest.approx(10) and line.get_label() == "paged, 2 devices"
+    [axes] = draw_memory({"paged": fleet}).axes
+    assert y_of(axes.lines[0])[at_all] == pytest.approx([90, 40]), "the fullest device"
+    assert even_series(fleet)["stored"][at_all] == pytest.approx([0.65, 0.2])
 
 
 def test_the_layers_of_memory_stand_on_each_other():
@@ -99,7 +131,7 @@ def test_the_layers_of_memory_stand_on_each_other():
 def test_a_batch_is_a_line_for_each_run():
     runs = {"a": stepped([(0.0, 3, 40, 60)]), "b": stepped([(0.0, 5, 40, 60), (1.0, 9, 50, 50)])}
     [axes] = draw_batch(runs).axes
-    lines = {line.get_label(): y_of(line) for line in axes.lines}
+    lines = {line.get_label(): y_of(line).round(9) for line in axes.lines}
     assert set(lines["a"]) == {3} and set(lines["b"]) == {5, 9}
     assert len({line.get_color() for line in axes.lines}) == 2
     for draw in (draw_batch, draw_memory, draw_block_sizes, draw_hit_ratios):

@@ -183,3 +183,12 @@ def test_a_timeline_keeps_its_means_as_it_widens():
     series = timeline.series()
     assert 8 <= len(series["seconds"]) <= 16 and series["seconds"][-1] < now
     assert np.mean(series["a"]) == pytest.approx(plain.means()["a"], abs=0.02)
+
+
+def test_a_sample_counts_towards_all_the_time_that_it_lasts():
+    timeline = Timeline(["a"], max_points=16)
+    timeline.add(0.0005, 0.003, [2.0])  # Half a millisecond, two whole ones, and half a one.
+    timeline.add(0.0035, 0.00025, [5.0])
+    series = timeline.series()
+    assert series["sampled_seconds"] == pytest.approx([0.0005, 0.001, 0.001, 0.00075])
+    assert series["a"] == pytest.approx([2, 2, 2, (2 * 0.5 + 5 * 0.25) / 0.75])

@@ -39,7 +39,7 @@ class Memory(Protocol):
 
     capacity_tokens: int
 
-    def sample(self, context_tokens: int, awaited_tokens: int) -> MemorySample:
+    def sample(self, context_tokens: float, awaited_tokens: float) -> MemorySample:
         """Where the slots are, once a step is scheduled.
 
         Args:
@@ -78,7 +78,7 @@ class PagedMemory:
         self._block_size = scheduler.config.block_size
         self.capacity_tokens = (scheduler.config.num_blocks - 1) * self._block_size
 
-    def sample(self, context_tokens: int, awaited_tokens: int) -> MemorySample:
+    def sample(self, context_tokens: float, awaited_tokens: float) -> MemorySample:
         scheduler = self._scheduler
         num_used = scheduler.blocks.pool.num_used_blocks
         num_in_tables = num_used
@@ -111,7 +111,7 @@ class ContiguousMemory:
         self._blocks = blocks
         self.capacity_tokens = blocks.memory.capacity
 
-    def sample(self, context_tokens: int, awaited_tokens: int) -> MemorySample:
+    def sample(self, context_tokens: float, awaited_tokens: float) -> MemorySample:
         memory, waiting = self._blocks.memory, self._scheduler.waiting
         held = memory.capacity - memory.num_free
         return MemorySample(

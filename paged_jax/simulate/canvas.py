@@ -29,6 +29,9 @@ class Picture(Figure):
     def svg(self) -> str:
         """The picture as an <svg> document, the same text each time."""
         buffer = io.StringIO()
+        if self.get_layout_engine() is not None:  # Laid out again, it would move by a hair.
+            self.draw_without_rendering()
+            self.set_layout_engine("none")
         with rc_context({"svg.hashsalt": "paged-jax"}):
             self.savefig(buffer, format="svg", metadata={"Date": None})
         return buffer.getvalue()

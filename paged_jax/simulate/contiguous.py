@@ -95,8 +95,11 @@ class ContiguousBlocks(BlockManager):
         self.final_tokens += request.max_total_tokens
         return True
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return 0  # The strip has them.
+
     def append_slots(self, request: Request, num_tokens: int) -> bool:
-        return True  # The strip has them.
+        return True
 
     def cache_full_blocks(self, request: Request, num_tokens: int) -> None:
         pass

@@ -60,9 +60,10 @@ def serve(
 
 
 def merged(results: Sequence[Results]) -> Results:
-    """The results of a fleet as one, without a timeline."""
+    """The results of a fleet as one, with the timeline of each replica."""
     total = Results(results[0].capacity_tokens)
     total.num_replicas = 0
+    total.timelines = []
     for one in results:
         total.merge(one)
     return total

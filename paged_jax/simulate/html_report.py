@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paged_jax.simulate.explanations import explain
+from paged_jax.simulate.explanations import explain, verdict
 from paged_jax.simulate.report import run_rows
 
 if TYPE_CHECKING:
@@ -118,11 +118,11 @@ def summary(figures: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
             f"time, up to {run['peak_running']:,} requests at once on a device. Half of the "
             f"requests had their first token within {first['p50']:.2f} s and 99 of 100 within "
             f"{first['p99']:.2f} s; half of the further tokens came within "
-            f"{1000 * between['p50']:.0f} ms of the one before."
+            f"{1000 * between['p50']:.1f} ms of the one before."
         )
         if "cost_a_million_output_tokens" in run:
             text += f" A million output tokens cost {run['cost_a_million_output_tokens']:.2f}."
-        yield text
+        yield f"{text} {verdict(run)}"
 
 
 def _settings_table(settings: Mapping[str, str]) -> Iterator[str]:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paged_jax.simulate.pool_history import CACHED, FREE, SHARED, PoolHistory
-from paged_jax.simulate.results import SERIES, Results
+from paged_jax.simulate.results import Results
+from paged_jax.simulate.series import device_series, even_series
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,10 +27,15 @@ if TYPE_CHECKING:
 
 _ORANGE, _SKY, _GREEN, _YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 _BLUE, _VERMILION, _PURPLE, _GREY = "#0072B2", "#D55E00", "#CC79A7", "#707070"
-_PALE = "#C8CCD2"
+_PALE, _INK = "#C8CCD2", "#222222"
 _RUN_COLOURS = (_BLUE, _VERMILION, _GREEN, _PURPLE, _ORANGE, _SKY)
 _REQUEST_COLOURS = (_ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _VERMILION, _PURPLE)
-_FREE, _CACHED, _SHARED = "#FFFFFF", _PALE, "#222222"
+_FREE, _CACHED, _SHARED = "#FFFFFF", _PALE, _INK
+
+# Where no device ever uses more of its memory, the rest of it is left out.
+_ENLARGED_PERCENT = 40
+# More points would make a band of spikes.
+_FLEET_POINTS = 250
 
 # What the memory holds, from the bottom up: a name, its colour, and words for it.
 _LAYERS = (
@@ -41,92 +47,89 @@ _LAYERS = (
 )
 
 
-def even_series(results: Results) -> dict[str, np.ndarray]:
-    """A run's timeline at even steps of time: float64[num_points] each, by `SERIES` and "seconds".
-
-    A value holds from its time to the next one's; the last repeats the one before it. Where the
-    device had nothing to do, memory is free and nobody runs.
-
-    Raises:
-      ValueError: the results have no timeline: those of a fleet, merged, or of a run of no steps.
-    """
-    series, width = results.timeline.series(), results.timeline.interval_seconds
-    if not series["seconds"]:
-        raise ValueError(
-            "these results have no timeline: merged ones of a fleet have none, draw one device's"
-        )
-    places = np.rint(np.array(series["seconds"]) / width).astype(int)
-    # Several steps taken in at once, or a long one, last into the intervals that follow.
-    reach = places + np.maximum(np.ceil(np.array(series["sampled_seconds"]) / width), 1).astype(int)
-    num_intervals = int(reach[-1])
-    holds = np.zeros(num_intervals, int) - 1
-    for i, (place, end) in enumerate(zip(places, reach, strict=True)):
-        holds[place:end] = i
-    even = {"seconds": width * np.arange(num_intervals + 1)}
-    for name in SERIES:
-        idle = 1.0 if name == "free" else 0.0
-        values = np.array([*series[name], idle])[holds]
-        even[name] = np.append(values, values[-1])
-    return even
-
-
 def draw_memory(runs: Mapping[str, Results]) -> Picture:
     """What the KV pool holds over time, a panel for each run: tokens, the three wastes, and free.
 
+    Of a fleet, what its devices hold together; a line tells how full the fullest of them is.
+
     Args:
-      runs: by name, such as the allocator's; each of one device.
+      runs: by name, such as the allocator's.
 
     Raises:
-      ValueError: there is no run, or one without a timeline.
+      ValueError: there is no run, or one of no steps.
     """
     picture, panels = _new("What the KV memory holds over time", rows=_some(runs), sharex=True)
-    series = {name: even_series(results) for name, results in runs.items()}
-    unit, scale = _time_unit(max(s["seconds"][-1] for s in series.values()))
+    series = {name: even_series(run) for name, run in runs.items()}
+    used = {
+        name: 100 * (1 - device_series(run, ["free"])["free"].min(axis=0))
+        for name, run in runs.items()
+    }
+    seconds = max(even["seconds"][-1] for even in series.values())
+    unit, scale = _time_unit(seconds)
+    most = max(float(share.max()) for share in used.values())
+    legend: dict[str, Any] = {}
     for axes, (name, even) in zip(panels, series.items(), strict=True):
+        times = even["seconds"] / scale
         layers = {layer: 100 * even[layer] for layer, _, _ in _LAYERS}
         layers["free"] = layers["free"] - layers["external"]
         axes.stackplot(
-            even["seconds"] / scale,
+            times,
             *layers.values(),
             colors=[colour for _, colour, _ in _LAYERS],
             labels=[words for _, _, words in _LAYERS],
             step="post",
             linewidth=0,
         )
-        _name(axes, title=name, y="share of the pool, %")
-        axes.set_ylim(0, 100)
-        axes.set_xlim(left=0)
+        if runs[name].num_replicas > 1:
+            line: dict[str, Any] = {"where": "post", "color": _INK, "linewidth": 0.8}
+            axes.step(times, used[name], label="the fullest device", **line)
+        title = _titled(name, runs[name])
+        if most < _ENLARGED_PERCENT:
+            title += f"; enlarged: the other {100 - 1.2 * most:.0f}% are free"
+        _name(axes, title=title, y="share of the pool, %")
+        axes.set_ylim(0, 1.2 * most if most < _ENLARGED_PERCENT else 100)
+        axes.set_xlim(0, seconds / scale)
+        handles, labels = axes.get_legend_handles_labels()
+        legend |= dict(zip(labels, handles, strict=True))
     _name_x(panels[-1], f"time, {unit}")
-    _add_legend(picture, *panels[0].get_legend_handles_labels())
+    _add_legend(picture, legend.values(), legend.keys())
     return picture
 
 
 def draw_batch(runs: Mapping[str, Results]) -> Picture:
     """How many requests run at once over time, a line for each run.
 
+    Of fleets, a panel of all devices together, and one of the mean device in a band that reaches
+    from the one with the fewest to the one with the most.
+
     Args:
-      runs: by name; each of one device.
+      runs: by name.
 
     Raises:
-      ValueError: there is no run, or one without a timeline.
+      ValueError: there is no run, or one of no steps.
     """
     _some(runs)
-    picture, [axes] = _new("Requests in a step over time")
-    series = {name: even_series(results) for name, results in runs.items()}
-    unit, scale = _time_unit(max(s["seconds"][-1] for s in series.values()))
-    for i, (name, even) in enumerate(series.items()):
-        axes.step(
-            even["seconds"] / scale,
-            even["running"],
-            where="post",
-            color=_RUN_COLOURS[i % len(_RUN_COLOURS)],
-            linewidth=1.4,
-            label=name,
-        )
-    _name(axes, x=f"time, {unit}", y="requests that run at once")
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
-    _add_legend(picture, *axes.get_legend_handles_labels())
+    is_fleet = any(run.num_replicas > 1 for run in runs.values())
+    options = {"rows": 2, "sharex": True, "height": 2.6} if is_fleet else {}
+    picture, panels = _new("Requests that run at once, over time", **options)
+    unit, scale = _time_unit(max(run.end_seconds for run in runs.values()))
+    for i, (name, run) in enumerate(runs.items()):
+        series = device_series(run, ["running"], max_points=_FLEET_POINTS if is_fleet else None)
+        times, running = series["seconds"] / scale, series["running"]
+        colour = _RUN_COLOURS[i % len(_RUN_COLOURS)]
+        line: dict[str, Any] = {"where": "post", "color": colour, "linewidth": 1.4}
+        panels[0].step(times, running.sum(axis=0), label=_titled(name, run), **line)
+        if is_fleet:
+            panels[1].step(times, running.mean(axis=0), **line)
+            band = running.min(axis=0), running.max(axis=0)
+            panels[1].fill_between(times, *band, step="post", color=colour, alpha=0.2, linewidth=0)
+    titles = ("All devices together", "A device: the mean, and from the fewest to the most")
+    for axes, title in zip(panels, titles if is_fleet else ("",), strict=True):
+        _name(axes, title=title, y="requests that run at once")
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(left=0)
+    _name_x(panels[-1], f"time, {unit}")
+    _add_legend(picture, *panels[0].get_legend_handles_labels())
     return picture
 
 
@@ -155,7 +158,7 @@ def draw_block_sizes(runs: Mapping[int, Results]) -> Picture:
         axes.plot(sizes, values, color=_BLUE, marker="o", markersize=4, linewidth=1.4)
         axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * max(*values, 0.1))
         _name(axes, title=title, x="tokens a block", y=unit)
     half = [(size - 1) / 2 for size in sizes]
     panels[0].plot(sizes, half, color=_PALE, linewidth=6, zorder=1, label="half a block")
@@ -238,6 +241,10 @@ def draw_pool_history(history: PoolHistory) -> Picture:
 def busiest_means(results: Results) -> Mapping[str, float]:
     """Averages over the steps that left requests waiting; over all, if none did."""
     return (results.queued if results.queued.weight else results.always).means()
+
+
+def _titled(name: str, run: Results) -> str:
+    return name if run.num_replicas == 1 else f"{name}, {run.num_replicas} devices"
 
 
 def _some(things: Mapping[Any, Any]) -> int:

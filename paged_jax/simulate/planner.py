@@ -1,7 +1,8 @@
 """Answers before anything is bought: how many requests fit, in which blocks, and what they cost.
 
 Most of it is arithmetic on lengths; what utilisation is safe hangs on how requests grow and end,
-and is simulated.
+and is simulated. `scripts/simulate.py --scenario=plan` prints the answers. What a model's programs
+take on hardware, which only its compiler knows, is none of them: `scripts/plan.py` compiles them.
 """
 
 from __future__ import annotations

@@ -11,17 +11,18 @@ the blocks: the same ones are taken from the free queue, in another order among 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 
 from paged_jax.scheduler import Scheduler
 from paged_jax.simulate.step_time import StepTime
 
-# More would blur the timeline, whose samples count towards the moment when they begin.
+# More would blur the timeline, which knows no more than the means of steps made at once.
 MAX_STEPS = 256
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class QuietSteps:
     """Steps that follow on each other; step 1 is the first of them.
 
@@ -35,6 +36,19 @@ class QuietSteps:
 
     def __len__(self) -> int:
         return len(self.seconds)
+
+    @functools.cached_property
+    def total_seconds(self) -> float:
+        return float(self.seconds.sum())
+
+    def within(self, seconds: float) -> QuietSteps:
+        """Those that begin in the first `seconds`."""
+        if seconds >= self.total_seconds:
+            return self
+        if seconds <= 0:
+            return QuietSteps(self.seconds[:0], self.num_new_blocks[:0])
+        num_steps = 1 + int(np.searchsorted(np.cumsum(self.seconds), seconds))
+        return QuietSteps(self.seconds[:num_steps], self.num_new_blocks[:num_steps])
 
 
 def plan_quiet_steps(
@@ -55,12 +69,11 @@ def plan_quiet_steps(
     num_new_blocks = np.cumsum(_new_blocks(scheduler, num_steps))
     contexts = context_tokens + len(running) * np.arange(1, num_steps + 1)
     seconds = step_time.decode_seconds(len(running), contexts)
-    # As many as begin in time and find their blocks; both only grow.
-    num_steps = min(
-        1 + int(np.searchsorted(np.cumsum(seconds), available_seconds)),
-        int(np.searchsorted(num_new_blocks, scheduler.blocks.pool.num_free_blocks, "right")),
-    )
-    return QuietSteps(seconds[:num_steps], num_new_blocks[:num_steps]) if num_steps else None
+    # As many as find their blocks, of which they take ever more, and begin in time.
+    free = scheduler.blocks.pool.num_free_blocks
+    num_steps = int(np.searchsorted(num_new_blocks, free, "right"))
+    steps = QuietSteps(seconds[:num_steps], num_new_blocks[:num_steps])
+    return steps.within(available_seconds) if num_steps else None
 
 
 def make_quiet_steps(scheduler: Scheduler, num_steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,15 +55,17 @@ def run_rows(figures: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
         add("  while others wait", lambda f: f"{f['mean_while_queued']['running']:.1f}")
         add("requests waiting, on average", lambda f: f"{f['mean']['waiting']:.1f}")
     _add_memory(add, columns)
-    for name, label in (
-        ("first_token_seconds", "seconds to the first token"),
-        ("inter_token_seconds", "seconds from token to token"),
-        ("request_seconds", "seconds a request"),
+    for name, label, unit, digits in (
+        ("first_token_seconds", "seconds to the first token", 1, 3),
+        ("inter_token_seconds", "milliseconds from token to token", 1e3, 1),
+        ("request_seconds", "seconds a request", 1, 3),
     ):
         for key in ("p50", "p90", "p99"):
             add(
                 f"{label}, {key}" if key == "p50" else f"  {key}",
-                lambda f, name=name, key=key: f"{f[name][key]:.3f}",
+                lambda f, name=name, key=key, unit=unit, digits=digits: (
+                    f"{unit * f[name][key]:.{digits}f}"
+                ),
             )
     return rows
 
@@ -80,7 +83,11 @@ def compare_published(comparisons: Sequence[Comparison]) -> str:
         numbers = (theirs, comparison.median, min(ours), max(ours))
         off_by = f"{100 * comparison.difference:+.1f}%"
         rows.append([comparison.name + mark, *map(_number, numbers), off_by])
-    return "\n".join([text_table(rows), *(f"[{i}] {note}" for i, note in enumerate(notes, 1))])
+    marked = (
+        textwrap.fill(f"[{i}] {note}", 100, subsequent_indent="    ")
+        for i, note in enumerate(notes, 1)
+    )
+    return "\n".join([text_table(rows), *marked])
 
 
 def _add_memory(add: Any, columns: Sequence[Mapping[str, Any]]) -> None:

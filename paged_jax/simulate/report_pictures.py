@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from paged_jax.config import SchedulerConfig
 from paged_jax.simulate.html_report import Figure
@@ -24,8 +25,9 @@ from paged_jax.simulate.studies import (
 )
 from paged_jax.simulate.traffic import TraceRequest
 
-# Of the requests, the first so many show the block sizes, and the blocks of a small pool.
-SWEPT_REQUESTS, SEEN_REQUESTS = 2000, 40
+# Of the requests, the first so many show the block sizes, and the blocks of a small pool. The
+# former are fewer where they are long: of so many tokens, or as many as fill four pools.
+SWEPT_REQUESTS, SEEN_REQUESTS, SWEPT_TOKENS = 2000, 40, 3_000_000
 
 
 def report_pictures(
@@ -39,25 +41,26 @@ def report_pictures(
     Args:
       make_requests: the requests from their beginning, each time.
       config, step_time: of a device.
-      runs: by the allocator's name, with the timeline of a device, the first of several.
+      runs: by the allocator's name, of a device or of a fleet.
     """
     pool_tokens = (config.num_blocks - 1) * config.block_size
-    swept = all_at_once(make_requests(), SWEPT_REQUESTS)
+    swept = _first(all_at_once(make_requests(), SWEPT_REQUESTS), max(SWEPT_TOKENS, 4 * pool_tokens))
     served = [r for r in swept if r.num_prompt_tokens + r.num_output_tokens <= config.max_model_len]
-    of_device = ""
+    of_fleet = of_devices = ""
     if any(run.num_replicas > 1 for run in runs.values()):
-        of_device = " It is that of the first of the devices."
+        of_fleet = " It is that of all devices together; the line is the fullest of them."
+        of_devices = " The band reaches from the device with the fewest to that with the most."
     figures = [
         Figure(
             draw_memory(runs),
-            "The KV memory over time. Blue is useful: it holds tokens. Orange is set aside for "
-            "later, red never used, pink free but in pieces too small for the next request; the "
-            f"pale rest is free.{of_device}",
+            "The KV memory over time, idle time too. Blue is useful: it holds tokens. Orange is "
+            "set aside for later, red never used, pink free but in pieces too small for the next "
+            f"request; the pale rest is free.{of_fleet}",
         ),
         Figure(
             draw_batch(runs),
-            "How many requests share a step. More at once means more tokens for the same price, "
-            f"until steps get too long.{of_device}",
+            "How many requests are served at once; where nothing is to do, none. More that share a "
+            f"step mean more tokens for the same price, until steps get too long.{of_devices}",
         ),
     ]
     if "paged" not in runs or not served:
@@ -95,6 +98,13 @@ def report_pictures(
         )
     )
     return figures
+
+
+def _first(requests: Sequence[TraceRequest], num_tokens: int) -> list[TraceRequest]:
+    """The first ones of so many tokens, and at least as many as are shown block by block."""
+    totals = itertools.accumulate(r.num_prompt_tokens + r.num_output_tokens for r in requests)
+    num = sum(total <= num_tokens for total in totals)
+    return list(requests[: max(num, SEEN_REQUESTS)])
 
 
 def _longest(requests: Iterable[TraceRequest]) -> int:

@@ -23,7 +23,8 @@ class Totals:
       prompt, output: of requests that were added; sampled.
       computed: by all steps.
       lost: computed, and forgotten when a request was preempted.
-      recomputed: how many of them were computed again; the cache had the others.
+      lost_output: of them, tokens that the request had sampled itself.
+      recomputed: how many of the lost ones were computed again; the cache had the others.
       fragmented_steps: steps in which the next in line would have fitted what was free, had it
         lain together.
       steps_with_queue: steps that left requests waiting.
@@ -39,6 +40,7 @@ class Totals:
     output: int = 0
     computed: int = 0
     lost: int = 0
+    lost_output: int = 0
     recomputed: int = 0
     queried: int = 0
     hit: int = 0
@@ -62,6 +64,7 @@ class Results:
       unused_last_block: tokens of room in a sequence's last block, averaged over sequences.
       always, queued: averages over all steps, and over those that left requests waiting, weighted
         by their seconds; memory as a share of all slots.
+      timelines: the same over time, one for each replica.
     """
 
     def __init__(self, capacity_tokens: int):
@@ -76,7 +79,7 @@ class Results:
         self.request_seconds = Histogram()
         self.always = Averages(SERIES)
         self.queued = Averages(SERIES)
-        self.timeline = Timeline(SERIES)
+        self.timelines = [Timeline(SERIES)]
         self.internal_tokens = 0.0
 
     def add_steps(
@@ -115,14 +118,15 @@ class Results:
         self.peak_running = max(self.peak_running, running)
         self.internal_tokens += memory.internal if internal_tokens is None else internal_tokens
         self.always.add(values, seconds)
-        self.timeline.add(start, seconds, values)
+        self.timelines[0].add(start, seconds, values)
         if waiting:
             totals.steps_with_queue += num_steps
             totals.fragmented_steps += num_steps * memory.is_fragmented
             self.queued.add(values, seconds)
 
     def merge(self, other: Results) -> None:
-        """Takes in those of another replica; the timeline stays this one's."""
+        """Takes in those of another replica, whose timeline stands beside this one's."""
+        self.timelines += other.timelines
         self.num_replicas += other.num_replicas
         for field in dataclasses.fields(Totals):
             mine = getattr(self.totals, field.name)

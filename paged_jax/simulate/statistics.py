@@ -43,15 +43,14 @@ class Histogram:
 
     def add_all(self, values: np.ndarray, count: int = 1) -> None:
         """Takes in positive values, float64[n], each `count` times."""
-        first, last = np.floor(np.log([values.min(), values.max()]) * self._scale)
-        if first < last:
-            for value in values.tolist():
-                self.add(value, count)
-            return
         self.count += count * len(values)
         self.total += count * float(values.sum())
         self.max = max(self.max, float(values.max()))
-        self._counts[int(first)] = self._counts.get(int(first), 0) + count * len(values)
+        buckets = np.floor(np.log(values) * self._scale).astype(int)
+        first = int(buckets.min())
+        for i, num in enumerate(np.bincount(buckets - first).tolist(), first):
+            if num:
+                self._counts[i] = self._counts.get(i, 0) + count * num
 
     def merge(self, other: Histogram) -> None:
         """Takes in all that another one holds."""
@@ -112,7 +111,7 @@ class Averages:
 class Timeline:
     """Averages over time in at most `max_points` intervals, which widen as time goes on.
 
-    A sample counts towards the interval that it begins in.
+    A sample counts towards each interval with the time that it shares with it.
 
     Attributes:
       interval_seconds: width of each.
@@ -126,18 +125,27 @@ class Timeline:
 
     def add(self, start: float, seconds: float, values: Sequence[float]) -> None:
         """Takes in what held for some seconds from `start` on."""
-        index = int(start / self.interval_seconds)
-        while index >= self.max_points:
+        end = start + seconds
+        while end >= self.max_points * self.interval_seconds:
             self._widen()
-            index = int(start / self.interval_seconds)
-        point = self._points.get(index)
-        if point is None:
-            point = self._points[index] = Averages(self.names)
-        point.add(values, seconds)
+        width = self.interval_seconds
+        first, last = int(start / width), int(end / width)
+        if first == last:
+            self._point(first).add(values, seconds)
+            return
+        for index in range(first, last + 1):
+            shared = min(end, (index + 1) * width) - max(start, index * width)
+            if shared > 0:
+                self._point(index).add(values, shared)
+
+    @property
+    def num_points(self) -> int:
+        """Intervals in which something was sampled."""
+        return len(self._points)
 
     def series(self) -> dict[str, list[float]]:
-        """Times (the intervals' starts) under "seconds", the lengths of all samples that begin in
-        each under "sampled_seconds", and the means of each quantity.
+        """Times (the intervals' starts) under "seconds", how much of each was sampled under
+        "sampled_seconds", and the means of each quantity.
         """
         indices = sorted(self._points)
         series = {
@@ -148,6 +156,12 @@ class Timeline:
         for name in self.names:
             series[name] = [mean[name] for mean in means]
         return series
+
+    def _point(self, index: int) -> Averages:
+        point = self._points.get(index)
+        if point is None:
+            point = self._points[index] = Averages(self.names)
+        return point
 
     def _widen(self) -> None:
         self.interval_seconds *= 2

@@ -17,7 +17,15 @@ from paged_jax.simulate.device_model import StepWork
 
 
 class StepTime(Protocol):
-    """Anything that says how many seconds a step takes."""
+    """Anything that says how many seconds a step takes.
+
+    Attributes:
+      overhead_seconds: of each step, those in which the device waits for the host. The further
+        steps of a call spare them, and so does a call that was dispatched ahead.
+    """
+
+    @property
+    def overhead_seconds(self) -> float: ...
 
     def step_seconds(self, work: StepWork) -> float: ...
 
@@ -36,10 +44,16 @@ class ConstantStepTime:
     """Every step takes as long, whatever it computes."""
 
     seconds: float
+    overhead_seconds: float = 0.0
 
     def __post_init__(self):
         if not self.seconds > 0:
             raise ValueError(f"seconds={self.seconds!r}: a step must take more than no time")
+        if not 0 <= self.overhead_seconds < self.seconds:
+            raise ValueError(
+                f"overhead_seconds={self.overhead_seconds!r}: it is a part of "
+                f"seconds={self.seconds!r}, at least 0 and less than that"
+            )
 
     def step_seconds(self, work: StepWork) -> float:
         return self.seconds
@@ -56,11 +70,13 @@ class FittedStepTime:
       step_seconds_base: of every step.
       seconds_a_token: of every token computed.
       seconds_a_context_token: of every token whose keys and values are read.
+      overhead_seconds: the host's share of the base; what was measured does not tell it.
     """
 
     step_seconds_base: float
     seconds_a_token: float
     seconds_a_context_token: float = 0.0
+    overhead_seconds: float = 0.0
 
     def step_seconds(self, work: StepWork) -> float:
         return (

@@ -28,6 +28,23 @@ def test_same_tokens_as_the_xla_path() -> None:
     assert kernels.engine.scheduler.blocks.pool.num_used_blocks == 0
 
 
+def test_a_prompt_that_joins_with_all_but_a_token_cached_while_decoding_ahead() -> None:
+    """One that reads what the step may write is no decode for these kernels: it gets one step."""
+    options: dict = dict(max_model_len=64, max_num_seqs=2, warmup=False, block_size=16)
+    llm = tiny_llm(
+        tiny_model(head_dim=64),
+        attention_implementation="tpu",
+        decode_lookahead=8,
+        num_gpu_blocks_override=30,
+        **options,
+    )
+    prompt = {"prompt_token_ids": list(range(17))}
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    cold, warm = (llm.generate([prompt], params, use_tqdm=False)[0] for _ in range(2))
+    assert warm.num_cached_tokens == 16
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
 def demo_llm(path: str) -> LLM:
     return LLM(
         path,

@@ -23,7 +23,9 @@ GOLDENS = Path(__file__).parent / "goldens"
 
 def as_params(config: ModelConfig, tensors: dict[str, np.ndarray], dtype: str = "float32"):
     return params.load_params(
-        llama.param_specs(config), lambda name, dtype: tensors[name].astype(dtype), dtype
+        llama.param_specs(config),
+        lambda name, dtype, index=None: tensors[name][index or ...].astype(dtype),
+        dtype,
     )
 
 

@@ -339,9 +339,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         matmul_cpu.matmul(x, weight, jnp.ones(7))
     with pytest.raises(ValueError, match="uint8: blocks of int4 are for matmul_int4"):
         matmul_cpu.matmul(x, weight.astype(jnp.uint8))
-    with pytest.raises(
-        ValueError, match=r"residual is float32\[4, 9\]; give float32\[4, 8\]"
-    ):
+    with pytest.raises(ValueError, match=r"residual is float32\[4, 9\]; give float32\[4, 8\]"):
         matmul_cpu.matmul(x, weight, fused=Fused(residual=jnp.zeros((4, 9))))
     with pytest.raises(ValueError, match="norm_weight or is_swiglu, not both"):
         both = Fused(norm_weight=jnp.ones(64), is_swiglu=True)

@@ -22,7 +22,9 @@ TENSORS = model_files.random_tensors(CONFIG)
 
 def expected_params(config, tensors, dtype="float32"):
     return params.load_params(
-        llama.param_specs(config), lambda name, dtype: tensors[name].astype(dtype), dtype
+        llama.param_specs(config),
+        lambda name, dtype, index=None: tensors[name][index or ...].astype(dtype),
+        dtype,
     )
 
 

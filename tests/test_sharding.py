@@ -85,6 +85,12 @@ def test_every_way_of_serving_gives_the_same_tokens(wide, expected, options):
     check_idle(llm)
 
 
+def test_a_row_has_nothing_to_do_while_the_other_decodes_ahead(wide, expected):
+    llm = tiny_llm(wide, data_parallel_size=2, decode_lookahead=6, warmup=False)
+    assert tokens_of(run(llm, PROMPTS[:1])) == expected[:1]
+    check_idle(llm)
+
+
 def test_devices_share_a_kv_head_where_there_are_more_of_them():
     model = tiny_model(num_heads=8, num_kv_heads=2)
     plain = tokens_of(run(tiny_llm(model, warmup=False), PROMPTS[:6]))

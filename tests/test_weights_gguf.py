@@ -427,6 +427,6 @@ def test_folder_of_gguf_files(tmp_path, names):
     if len(names) == 1:
         assert load_model(folder).name == "a"
         return
-    message = "name one of a.gguf, b.gguf" if names else "neither a config.json nor a .gguf"
+    message = "name one of a.gguf, b.gguf" if names else "neither a config.json, nor a .gguf"
     with pytest.raises(FileNotFoundError, match=message):
         load_model(folder)

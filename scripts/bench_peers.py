@@ -53,8 +53,14 @@ OURS: dict[str, dict[str, Any]] = {
     "ours-float32": {},
     "ours-int8": {"quantization": "int8"},
     "ours-int8-kv8": {"quantization": "int8", "kv_cache_dtype": "int8"},
+    "ours-int4": {"quantization": "int4", "kv_cache_dtype": "int8"},
     "ours-float32-lookup": {"speculation": "prompt_lookup"},
     "ours-int8-lookup": {"quantization": "int8", "speculation": "prompt_lookup"},
+    "ours-int4-lookup": {
+        "quantization": "int4",
+        "kv_cache_dtype": "int8",
+        "speculation": "prompt_lookup",
+    },
 }
 PROFILED = ("ours-float32", "ours-int8")
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -103,8 +103,15 @@ class Case:
         ]
 
 
-OURS = ("ours-float32", "ours-int8", "ours-int8-kv8")
-OURS_LOOKUP = ("ours-float32", "ours-float32-lookup", "ours-int8", "ours-int8-lookup")
+OURS = ("ours-float32", "ours-int8", "ours-int8-kv8", "ours-int4")
+OURS_LOOKUP = (
+    "ours-float32",
+    "ours-float32-lookup",
+    "ours-int8",
+    "ours-int8-lookup",
+    "ours-int4",
+    "ours-int4-lookup",
+)
 CASES = {
     "batch": Case(
         name="batch",

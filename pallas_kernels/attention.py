@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,15 +13,19 @@ import jax.numpy as jnp
 from pallas_kernels import attention_checks as checks
 from pallas_kernels import (
     attention_cpu,
+    attention_gpu,
     attention_reference,
     attention_tpu,
     attention_xla,
+    gpu_runtime,
     tpu_runtime,
 )
 from pallas_kernels.attention_plan import AttentionPlan, make_plan
 from pallas_kernels.pool_storage import check_pool, pool_layout
 
-IMPLEMENTATIONS = ("reference", "xla", "cpu", "tpu")
+IMPLEMENTATIONS = ("reference", "xla", "cpu", "gpu", "tpu")
+
+_log = logging.getLogger(__name__)
 
 
 def ragged_paged_attention(
@@ -76,9 +81,9 @@ def ragged_paged_attention(
         part would count again; they come in once, after the merge.
       decode_only: promises that every sequence has one query row, which spares the program the
         code for prefills. The rows of longer sequences are then undefined.
-      implementation: "tpu" (a Pallas kernel; interpreted where there is no TPU), "cpu" (C++, built
-        on first use where a compiler is found), "xla", "reference", or None for the best that
-        takes these arguments on this backend.
+      implementation: "tpu" or "gpu" (Pallas kernels, for TPUs and for Hopper GPUs; interpreted
+        elsewhere), "cpu" (C++, built on first use where a compiler is found), "xla", "reference",
+        or None for the best that takes these arguments on this backend.
       plan: from `plan_attention` on the same batch, to share it between layers; made here if
         None. Only for "xla", which it selects if `implementation` is None. A plan for decodes
         only is itself the promise of decode_only.
@@ -130,8 +135,9 @@ def ragged_paged_attention(
         return attention_reference.ragged_paged_attention(q, pool_layer, *batch, **options)
     if name == "cpu":
         return attention_cpu.ragged_paged_attention(q, pool_layer, *batch, **options)
-    if name == "tpu":
-        return attention_tpu.ragged_paged_attention(
+    if name in ("tpu", "gpu"):
+        kernel = attention_tpu if name == "tpu" else attention_gpu
+        return kernel.ragged_paged_attention(
             q, pool_layer, *batch, **options, decode_only=decode_only
         )
     limits: dict[str, Any] = dict(
@@ -161,17 +167,21 @@ def choose_implementation(
         raise ValueError(
             f"plan is given, but implementation {implementation!r} takes none; leave it"
         )
-    if implementation is not None and implementation not in ("tpu", "cpu"):
+    if implementation is not None and implementation not in ("tpu", "gpu", "cpu"):
         return implementation
     wanted = implementation or _kernel_of_backend()
     if wanted is None or plan is not None:
         return "xla"
     if wanted == "tpu":
         reason = attention_tpu.unsupported_reason(q, pool_layer, kv_lens, block_tables)
+    elif wanted == "gpu":
+        reason = attention_gpu.unsupported_reason(q, pool_layer)
     else:
         reason = attention_cpu.unsupported_reason(q, pool_layer)
     if reason is not None and implementation is not None:
         raise ValueError(f"implementation {wanted!r} cannot run this: {reason}; or use 'xla'")
+    if reason is not None and wanted == "gpu":
+        _log_once(reason)
     return wanted if reason is None else "xla"
 
 
@@ -192,7 +202,17 @@ def _kernel_of_backend() -> str | None:
     """The name of the kernel that is made for what is being traced for; None if there is none."""
     if tpu_runtime.interpret_mode() is False:  # on a TPU, or compiling for one elsewhere
         return "tpu" if jax.default_backend() == "tpu" else None
+    if jax.default_backend() == "gpu":
+        reason = gpu_runtime.missing_reason() or gpu_runtime.device_reason()
+        if reason is not None:
+            _log_once(reason)
+        return "gpu" if reason is None else None
     return "cpu" if jax.default_backend() == "cpu" else None
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    _log.info("attention on this GPU runs in XLA, without the Pallas kernel: %s", reason)
 
 
 def plan_attention(

@@ -46,8 +46,8 @@ def write_and_attend(
       num_seqs: int32[], how many of the S sequences are real; they come first.
       scale, sliding_window, soft_cap, sinks, k_scale, v_scale: as in `ragged_paged_attention`;
         the scales are used for the write too, where k and v are floats.
-      implementation: "cpu", "xla", "reference", "tpu" (interpreted where there is none), or None
-        for the best on this backend.
+      implementation: "cpu", "xla", "reference", "gpu", "tpu" (interpreted where there is none), or
+        None for the best on this backend.
 
     Returns:
       [S, Hq, D], the dtype of `q`, zeros for padding; and the pool.

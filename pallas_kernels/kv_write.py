@@ -14,6 +14,7 @@ _IMPLEMENTATIONS = {
     "reference": kv_write_reference.write_kv,
     "tpu": kv_write_tpu.write_kv,
     "cpu": kv_write_xla.write_kv,  # next to attention's C++ kernel; one scatter is fast enough
+    "gpu": kv_write_xla.write_kv,  # the same
     "xla": kv_write_xla.write_kv,
 }
 
@@ -49,7 +50,7 @@ def write_kv(
         stored is the float divided by its head's scale, to the nearest even for int8, clipped to
         +-127 or to the finite range of the float8 type.
       implementation: "xla", "reference", "tpu" (interpreted where there is none), "cpu" (which is
-        "xla"), or None for the best on this backend.
+        "xla", as is "gpu"), or None for the best on this backend.
 
     Returns:
       The pool, same shape and dtype.

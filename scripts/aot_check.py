@@ -1,7 +1,10 @@
-"""Compiles every kernel for a TPU generation, and the engine's decode step, without a TPU.
+"""Compiles every kernel, and the engine's steps, for a TPU or a GPU that is not there.
 
     pip install libtpu
     python scripts/aot_check.py --topology v5e --quick
+
+For a GPU (h200) it takes the wheels that `gpu_aot.REMEDY` names, and the code of each kernel is
+read too: registers that spill, shared memory, matrix instructions, loads by TMA.
 
 Each entry is compiled; or refused, by our own check and with its reason; or failed: an error of
 the compiler, a copy of the pool, temporaries or spilled registers beyond a bound, or a pool that
@@ -26,6 +29,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import engine_programs as ep
+import gpu_aot
+import gpu_entries
 import kernel_programs as kp
 import tpu_aot
 import tpu_static
@@ -34,8 +39,8 @@ from absl import app, flags
 TOPOLOGY = flags.DEFINE_enum(
     "topology",
     None,
-    [*tpu_aot.TOPOLOGIES, *tpu_aot.TOPOLOGIES.values()],
-    "TPU generation, or libtpu's name of a topology.",
+    [*tpu_aot.TOPOLOGIES, *tpu_aot.TOPOLOGIES.values(), *gpu_aot.TOPOLOGIES],
+    "TPU generation, libtpu's name of a topology, or a GPU.",
     required=True,
 )
 QUICK = flags.DEFINE_bool("quick", False, "A subset that takes less than two minutes.")
@@ -225,12 +230,17 @@ def block_entries(model: kp.AttentionShape, block_size: int, dtype: str) -> list
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    topology = tpu_aot.topology_name(TOPOLOGY.value)
-    tpu_aot.require_libtpu()
+    topology = TOPOLOGY.value
+    if topology in gpu_aot.TOPOLOGIES:
+        gpu_aot.require_plugin()
+    else:
+        topology = tpu_aot.topology_name(topology)
+        tpu_aot.require_libtpu()
     start = time.perf_counter()
     counts = collections.Counter(compiled=0, refused=0, failed=0)
     try:
-        entries = [entry for entry in all_entries(topology) if entry.quick or not QUICK.value]
+        every = _entries_by_name(topology).values()
+        entries = [entry for entry in every if entry.quick or not QUICK.value]
         names = [entry.name for entry in entries if re.search(ENTRIES.value, entry.name)]
         for name, outcome in check_entries(topology, names):
             counts[outcome.status] += 1
@@ -269,6 +279,14 @@ def check_entries(topology: str, names: list[str]) -> Iterator[tuple[str, tpu_ao
 def check_entry(topology: str, name: str) -> tpu_aot.Outcome:
     """Compiles one entry in this process."""
     entry = _entries_by_name(topology)[name]
+    if isinstance(entry, gpu_entries.GpuEntry):
+        return gpu_aot.check(
+            _gpu_compiler(topology),
+            entry.make_program,
+            max_temporary_bytes=entry.max_temporary_bytes,
+            max_spill_bytes=entry.max_spill_bytes,
+            programs_each=entry.programs_each,
+        )
     return tpu_aot.check(
         _compiler(topology), entry.make_program, max_temporary_bytes=entry.max_temporary_bytes
     )
@@ -312,7 +330,14 @@ def _compiler(topology: str, *, profile: bool = False) -> tpu_aot.Compiler:
 
 
 @functools.cache
-def _entries_by_name(topology: str) -> dict[str, Entry]:
+def _gpu_compiler(topology: str) -> gpu_aot.Compiler:
+    return gpu_aot.Compiler.open(topology)
+
+
+@functools.cache
+def _entries_by_name(topology: str) -> dict[str, Entry | gpu_entries.GpuEntry]:
+    if topology in gpu_aot.TOPOLOGIES:
+        return {entry.name: entry for entry in gpu_entries.all_entries()}
     return {entry.name: entry for entry in all_entries(topology)}
 
 
@@ -323,8 +348,10 @@ def line(name: str, outcome: tpu_aot.Outcome) -> str:
     if made is not None:
         text += (
             f"{made.seconds:6.1f} s  {made.temporary_bytes:>12,} temp  "
-            f"{made.spill_bytes:>8,} spill  {made.vmem_bytes:>12,} VMEM"
+            f"{made.spill_bytes:>8,} spill  {made.vmem_bytes:>12,} fast"
         )
+    if isinstance(made, gpu_aot.Compilation):
+        text += f"  {gpu_aot.describe(made)}"
     return f"{text}  {outcome.reason}".rstrip()
 
 

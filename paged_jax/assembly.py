@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,9 @@ from paged_jax.sharding import DATA_AXIS, StepSpecs, check_mesh, make_mesh, spec
 from paged_jax.sizing import resolve
 from paged_jax.tokenizer import Tokenizer
 
-AnyEngine = Engine | DataParallelEngine
+# An Engine, or over several rows a DataParallelEngine, which is one but for `scheduler`: the rows
+# have them (`shards`). For type checkers it is the former, as nearly all engines are.
+AnyEngine = Engine
 
 
 def choose_mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh | None:
@@ -107,7 +109,7 @@ def make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineC
     if num_rows == 1:
         engine = Engine(runner, intake, **options)
     else:
-        engine = DataParallelEngine(runner, intake, num_rows=num_rows, **options)
+        engine = cast(Engine, DataParallelEngine(runner, intake, num_rows=num_rows, **options))
     if scheduler_config.num_host_blocks and config.preemption_mode == "auto":
         bytes_per_second = runner.measure_swap()
         for shard in engine.shards:

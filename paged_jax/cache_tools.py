@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 import os
 from typing import Any
 
@@ -151,28 +150,29 @@ class CacheTools:
                 name, tokens = request.request_id, request.prompt_token_ids
                 if len(request.outputs) > 1:
                     name += "/0"
-                shard = next((s for s in self.engine.shards if s.journal.keys_of(name)), None)
-                shard = shard or self.engine.shards[0]
-                keys = shard.journal.keys_of(name)
+                shards = [s for s in self.engine.shards if s.journal.has(name)]
+                shards = shards or [self.engine.shards[0]]
+                keys = shards[0].journal.keys_of(name)
                 twin = self._request_of(ParsedPrompt(token_ids=tokens), keys)
-                num_hits = request.num_cached_tokens // size
+                hits = [request.num_cached_tokens // size]
             else:
                 parsed = parse_prompt(request, self._tokenizer)
                 name, twin = "this prompt", self._request_of(parsed)
-                shard, num_hits = max(
-                    ((s, len(s.scheduler.blocks.find_cached(twin))) for s in self.engine.shards),
-                    key=operator.itemgetter(1),
-                )
+                shards = self.engine.shards
+                hits = [len(s.scheduler.blocks.find_cached(twin)) for s in shards]
             twin.extend_hashes(twin.num_tokens // size, size)
-            miss = shard.journal.explain(
-                name,
-                twin.token_ids,
-                twin.extra_keys_of(0),
-                twin.block_hashes,
-                num_hits,
-                caching_enabled=self.engine.config.enable_prefix_caching,
-            )
-        return miss
+            misses = [
+                shard.journal.explain(
+                    name,
+                    twin.token_ids,
+                    twin.extra_keys_of(0),
+                    twin.block_hashes,
+                    num_hits,
+                    caching_enabled=self.engine.config.enable_prefix_caching,
+                )
+                for shard, num_hits in zip(shards, hits, strict=False)
+            ]
+        return max(misses, key=lambda miss: (miss.num_hit_tokens, miss.num_common_tokens))
 
     def save_prefix_cache(self, path: str | os.PathLike[str]) -> int:
         """Saves the prefix cache of the device, for `load_prefix_cache` of a later process.

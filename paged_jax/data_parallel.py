@@ -54,11 +54,10 @@ class DataParallelEngine:
         self._queue: list[tuple[tuple[int, int], SequenceGroup]] = []
         self._queued_names: set[str] = set()  # of requests and sequences
         self._num_arrivals = 0
-        self._undelivered: list[RequestOutput] = []
 
     def has_unfinished(self) -> bool:
         """Whether `step` has something to do or to give."""
-        return bool(self._queue or self._undelivered) or self._any_shard(Engine.has_unfinished)
+        return bool(self._queue) or self._any_shard(Engine.has_unfinished)
 
     def add_request(
         self,
@@ -93,8 +92,6 @@ class DataParallelEngine:
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees its blocks at once; see `Engine.abort`."""
-        late = [output for output in self._undelivered if output.request_id == request_id]
-        self._undelivered = [o for o in self._undelivered if o.request_id != request_id]
         with uninterrupted():
             for place, (_, group) in enumerate(self._queue):
                 if group.request_id == request_id:
@@ -103,23 +100,20 @@ class DataParallelEngine:
             for shard in self.shards:
                 if (output := shard.abort(request_id)) is not None:
                     return output
-        return late[-1] if late else None
+        return None
 
     def step(self) -> list[RequestOutput]:
         """Runs one step of all rows; see `Engine.step`."""
         with uninterrupted():
             try:
                 self._place_queued()
-                self._undelivered += self._run_step()
+                self._run_step()
             except BaseException:
                 self._dispatcher.forget()
                 for shard in self.shards:
                     shard.recover()
                 raise
-        outputs, self._undelivered = self._undelivered, []
-        for shard in self.shards:
-            outputs += shard.take_undelivered()
-        return outputs
+        return [output for shard in self.shards for output in shard.take_undelivered()]
 
     def held(self, request_id: str) -> Request | None:
         """The held sequence of this id, if there is one."""
@@ -170,18 +164,16 @@ class DataParallelEngine:
         self._queued_names.difference_update(_names(group))
         self.shards[row].enqueue(group)
 
-    def _run_step(self) -> list[RequestOutput]:
+    def _run_step(self) -> None:
         flight = self._dispatcher.next_flight()
         if flight is None:
-            return []
+            return
         sampled = flight.to_host()
         received = time.perf_counter()
         self.runner.settle()
-        outputs = []
         for row, shard in enumerate(self.shards):
             if flight.steps[row].chunks:
-                outputs += shard.take(flight, row, sampled[row], received)
-        return outputs
+                shard.take(flight, row, sampled[row], received)
 
     def _shard_of(self, held: Request) -> Engine:
         """The engine that a held sequence is kept by; the first one where none keeps it any more,

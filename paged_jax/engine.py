@@ -139,7 +139,7 @@ class Engine:
         """
         with uninterrupted():
             try:
-                self._undelivered += self._run_step()
+                self._run_step()
             except BaseException:
                 self.recover()
                 raise
@@ -183,39 +183,34 @@ class Engine:
         )
         return metrics
 
-    def _run_step(self) -> list[RequestOutput]:
+    def _run_step(self) -> None:
         flight = self._dispatcher.next_flight()
         if flight is None:
-            return []
+            return
         [sampled] = flight.to_host()
         received = time.perf_counter()
         self.runner.settle()
-        return self.take(flight, 0, sampled, received)
+        self.take(flight, 0, sampled, received)
 
-    def take(
-        self, flight: Flight, row: int, sampled: SamplerOutput, received: float
-    ) -> list[RequestOutput]:
-        """Takes what a step has sampled.
+    def take(self, flight: Flight, row: int, sampled: SamplerOutput, received: float) -> None:
+        """Takes what a step has sampled; `take_undelivered` gives the outputs, one by one as they
+        were made: what is there stays if another raises.
 
         Args:
           flight: the step, or the steps that ran as one.
           row: which of them is this engine's.
           sampled: its outputs, on the host.
           received: when they were there, in seconds of `time.perf_counter`.
-
-        Returns:
-          As `step`.
         """
         step = flight.steps[row]
         for chunk in step.admitted:
             self._observe_prompt(chunk.request)
         num_tokens_before = self.metrics.generation_tokens
-        outputs = self._process(step, sampled)
+        self._process(step, sampled)
         num_generated = self.metrics.generation_tokens - num_tokens_before
         self._count(flight, step, received, num_generated)
-        return outputs
 
-    def _process(self, step: ScheduledStep, sampled: SamplerOutput) -> list[RequestOutput]:
+    def _process(self, step: ScheduledStep, sampled: SamplerOutput) -> None:
         """Takes a step's tokens; ends and hands out what they complete."""
         row_of: dict[str, int] = {}  # the first of its new tokens
         failed: list[tuple[Request, str]] = []
@@ -259,13 +254,11 @@ class Engine:
                     self.scheduler.finish(request)
             if group.stream or request.finish_reason is not None:
                 self._touch(request, touched)
-        outputs = []
         for group in touched.values():
             if group.finished:
-                outputs.append(self._close(group))
+                self._undelivered.append(self._close(group))
             elif group.stream:
-                outputs.append(group.output())
-        return outputs
+                self._undelivered.append(group.output())
 
     def _observe_prompt(self, request: Request) -> None:
         """Notes an admitted prompt: what it hit, and whether many like it miss for a detail."""

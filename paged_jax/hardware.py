@@ -1,7 +1,7 @@
 """Devices that are not here: their compilers hand them out by name, for programs to be compiled.
 
 libtpu holds the compilers of all TPU generations and needs no TPU to run (`pip install libtpu`);
-the CUDA plugin that of GPUs. What is compiled for such a device is what the device would run.
+jax's CUDA plugin that of GPUs. What is compiled for such a device is what the device would run.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
+from paged_jax.gpu_targets import GPU_TARGETS, REMEDY
 from paged_jax.simulate.device_model import ACCELERATORS, Accelerator
-from pallas_kernels import tpu_runtime
+from pallas_kernels import gpu_runtime, tpu_runtime
 
 GIB = 2**30
 # What a program may use of a device's memory, as its runtime reports it.
-_MEMORY_GIB = {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75}
+_MEMORY_GIB = {
+    "v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25, "tpu7x": 94.75, "h200": 141.0
+}  # fmt: skip
 # A v4's two cores are one device; libtpu makes them so if told.
 _TPU_OPTIONS: dict[str, dict[str, Any]] = {"v4": {"chip_config_name": "megacore"}}
-_NAME = re.compile(r"(?P<kind>[a-z0-9]+):(?P<shape>\d+(x\d+)*)")
+_NAME = re.compile(r"(?P<kind>[a-z0-9]+):(?P<shape>[1-9]\d*(x[1-9]\d*)*)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Hardware:
       devices: to make a mesh of; nothing runs on them, unless they are CPUs.
       memory_bytes: that programs may use, of each.
       rates: the data sheet's bandwidth and peak; None of a CPU.
-      implementation: of the attention op.
+      implementation: of the attention op, "tpu", "gpu" or "xla".
     """
 
     name: str
@@ -52,11 +55,15 @@ class Hardware:
     @contextlib.contextmanager
     def compiling(self, mesh: jax.sharding.Mesh) -> Iterator[None]:
         """Traces kernels for these devices and not for the machine's own."""
-        if self.kind not in _MEMORY_GIB:
+        if self.kind == "cpu":
             yield
-            return
-        with jax.set_mesh(mesh), tpu_runtime.force_compile(self.kind):
-            yield
+        elif self.kind in GPU_TARGETS:
+            # The latter keeps the kernels for CPUs out.
+            with gpu_runtime.force_compile(), tpu_runtime.force_compile():
+                yield
+        else:
+            with jax.set_mesh(mesh), tpu_runtime.force_compile(self.kind):
+                yield
 
 
 def find_hardware(name: str, *, memory_bytes: int | None = None) -> Hardware:
@@ -64,7 +71,7 @@ def find_hardware(name: str, *, memory_bytes: int | None = None) -> Hardware:
 
     Args:
       name: "v4:2x2x1", "v5e:4x4", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1" and larger ones of these;
-        or "cpu:8", this machine's virtual devices.
+        "h200:8", of one machine; or "cpu:8", this machine's virtual devices.
       memory_bytes: that programs may use of each device; None for what its kind has. CPUs need it.
 
     Raises:
@@ -84,10 +91,10 @@ def find_hardware(name: str, *, memory_bytes: int | None = None) -> Hardware:
     return Hardware(
         name=name,
         kind=kind,
-        devices=_tpus(name, kind),
+        devices=_gpus(name, kind, count) if kind in GPU_TARGETS else _tpus(name, kind),
         memory_bytes=memory_bytes or int(_MEMORY_GIB[kind] * GIB),
         rates=ACCELERATORS[kind],
-        implementation="tpu",
+        implementation="gpu" if kind in GPU_TARGETS else "tpu",
     )
 
 
@@ -101,6 +108,18 @@ def _cpus(name: str, count: int, memory_bytes: int | None) -> Hardware:
     if memory_bytes is None:
         raise ValueError(f"topology={name!r}: say with memory_bytes what each device may use")
     return Hardware(name, "cpu", devices[:count], memory_bytes, None, "xla")
+
+
+def _gpus(name: str, kind: str, count: int) -> list[Any]:
+    if importlib.util.find_spec("jax_cuda13_plugin") is None:
+        raise ImportError(f"topology={name!r}: {REMEDY}")
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name=kind,
+        topology=f"1x1x{count}",
+        target_config=GPU_TARGETS[kind],
+    )
+    return list(topology.devices)
 
 
 def _tpus(name: str, kind: str) -> list[Any]:

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from paged_jax.batch import Buckets
 from paged_jax.compile import lower_step
 from paged_jax.hardware import GIB, Hardware
+from paged_jax.kv_pool import KVPool
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import abstract_params
 from paged_jax.models.partition import TENSOR_AXIS, split_config
@@ -33,6 +34,8 @@ _COLLECTIVE = re.compile(
     r"= (?P<result>\([^=]*?\)|\S+) "
     r"(?P<op>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+# What Pallas's kernels are called in a compiled program: for TPUs, and for GPUs.
+_KERNEL_CALLS = ("tpu_custom_call", "mosaic_gpu_v2")
 _SHAPE = re.compile(r"(?P<dtype>pred|bf16|[fsu]\d+)\[(?P<sizes>[\d,]*)\]")
 
 
@@ -206,7 +209,14 @@ def plan_hardware(
         decodes_append=hardware.implementation == "tpu",
         num_decode_steps=max(decode_lookahead // 2, 1),
     )
-    small = abstract_pool_on(mesh, cut, num_blocks=2, **form)
+
+    def pool_of(num_blocks: int) -> KVPool:
+        pool = abstract_pool_on(mesh, cut, num_blocks=num_blocks, **form)
+        # Of bfloat16 as the hardware has it, whatever this machine's own backend makes of it.
+        raw = {layer.dtype == jnp.uint16 for layer in pool.layers} == {True}
+        return _as_bfloat16(pool) if raw and hardware.kind != "cpu" else pool
+
+    small = pool_of(2)
     bytes_a_block = device_bytes(small.layers) // 2
     weight_bytes = device_bytes(params)
     usable = int(hardware.memory_bytes * utilization)
@@ -225,7 +235,7 @@ def plan_hardware(
     check_room(room, "")
     # The steps' temporaries do not hang on the pool's size: a first guess does for compiling.
     guess = num_blocks or max(int(0.9 * room) // bytes_a_block, longest)
-    pool = abstract_pool_on(mesh, cut, num_blocks=guess, **form)
+    pool = pool_of(guess)
     shapes = buckets.shapes()
     chosen = {
         f"prefill of {shapes[0].num_tokens} tokens": shapes[0],
@@ -264,6 +274,14 @@ def plan_hardware(
     )
 
 
+def _as_bfloat16(pool: KVPool) -> KVPool:
+    layers: Any = [
+        jax.ShapeDtypeStruct(layer.shape, jnp.bfloat16, sharding=layer.sharding)
+        for layer in pool.layers
+    ]
+    return dataclasses.replace(pool, layers=tuple(layers))
+
+
 def device_bytes(tree: Any) -> int:
     """What one device has of arrays (or their shapes) on a mesh."""
     return sum(
@@ -285,7 +303,7 @@ def _compile(name: str, lowered: jax.stages.Lowered) -> StepPlan:
         temporary_bytes=int(analysis.temp_size_in_bytes),
         aliased_bytes=int(analysis.alias_size_in_bytes),
         collectives=find_collectives(program),
-        num_kernels=program.count('custom_call_target="tpu_custom_call"'),
+        num_kernels=sum(program.count(f'custom_call_target="{name}"') for name in _KERNEL_CALLS),
         compile_seconds=seconds,
     )
 

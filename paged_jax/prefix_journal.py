@@ -329,6 +329,10 @@ class PrefixJournal:
             miss = dataclasses.replace(miss, reason=reason, first_missed_block=num_hit_blocks)
         return self._with_nearest(miss, tokens, earlier, commons)
 
+    def has(self, request_id: str) -> bool:
+        """Whether a request is on record."""
+        return self._split_at(request_id)[0] is not None
+
     def keys_of(self, request_id: str) -> ExtraKeys | None:
         """The extra keys of a request on record; None if it has none, or is not."""
         own, _ = self._split_at(request_id)

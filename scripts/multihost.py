@@ -15,9 +15,9 @@ Plain hosts, on each with its own --process_id:
     python scripts/multihost.py --coordinator=10.0.0.1:1234 --num_processes=2 --process_id=0 \\
         --model=FOLDER --input=prompts.jsonl --output=rows.jsonl --tensor_parallel_size=4
 
-To try it on one machine, two processes of four virtual CPU devices each:
+To try it on one machine, two processes of three virtual CPU devices each:
 
-    python scripts/multihost.py --local_processes=2 --cpu_devices=4 --tensor_parallel_size=4 \\
+    python scripts/multihost.py --local_processes=2 --cpu_devices=3 --tensor_parallel_size=3 \\
         --model=demo --input=prompts.jsonl --output=rows.jsonl
 
 Every process reads the model; only process 0 reads the input and writes the output. The mesh has

@@ -5,7 +5,8 @@
     python scripts/plan.py --model=path/to/config.json --topology=v6e:2x2 --quantization=int8
 
 The model's prefill and decode steps are compiled for the topology by its own compiler, from shapes
-alone: neither weights nor a TPU are needed, only `pip install libtpu`. Exit status: 0, or 1 if the
+alone: neither weights nor the devices are needed, only `pip install libtpu`, or for h200 the wheels
+that an error names. Exit status: 0, or 1 if the
 model does not fit.
 """
 
@@ -35,7 +36,7 @@ MODEL = flags.DEFINE_string(
     required=True,
 )
 TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Devices: v5e:4x4, v5p:4x4x1, v6e:2x2, ...; or cpu:8.", required=True
+    "topology", None, "Devices: v5e:4x4, v5p:4x4x1, v6e:2x2, h200:8, ...; or cpu:8.", required=True
 )
 TENSOR = flags.DEFINE_integer(
     "tensor", None, "Devices that the model is cut over; by default a KV head each at most."
@@ -59,8 +60,9 @@ def main(argv: list[str]) -> int | None:
     """Prints the plan; returns the exit status."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    if TOPOLOGY.value.startswith("cpu:"):
-        jax.config.update("jax_num_cpu_devices", int(TOPOLOGY.value.removeprefix("cpu:")))
+    kind, _, count = TOPOLOGY.value.partition(":")
+    if kind == "cpu" and count.isdecimal() and int(count):  # What else it is, is refused below.
+        jax.config.update("jax_num_cpu_devices", int(count))
     jax.config.update("jax_platforms", "cpu")  # Compiling needs no device of this machine.
     try:
         memory_bytes = None if MEMORY_GIB.value is None else int(MEMORY_GIB.value * GIB)

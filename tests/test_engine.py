@@ -335,7 +335,10 @@ def test_options_are_checked():
         (dict(kv_cache_memory_bytes=100), r"100 bytes, and two blocks of 4 tokens need"),
         (dict(dtype="float16"), "dtype='float16'"),
         (dict(quantization="int3"), "quantization='int3': it must be one of"),
-        (dict(tensor_parallel_size=0), "tensor_parallel_size=0: it must be an integer of at least 1"),
+        (
+            dict(tensor_parallel_size=0),
+            "tensor_parallel_size=0: it must be an integer of at least 1",
+        ),
         (dict(gpu_memory_utilization=1.5), "gpu_memory_utilization=1.5"),
         (dict(max_seqs=3), "unknown option 'max_seqs'"),
         (dict(max_num_seqs=0), "max_num_seqs=0"),

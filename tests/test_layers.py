@@ -35,7 +35,8 @@ LAYERS = [
     "paged_jax.intake paged_jax.engine paged_jax.data_parallel paged_jax.assembly "
     "paged_jax.calls paged_jax.session paged_jax.prometheus "
     "paged_jax.cache_tools paged_jax.llm",
-    "paged_jax.hardware paged_jax.plan paged_jax.report paged_jax.offline paged_jax.demo "
+    "paged_jax.gpu_targets paged_jax.hardware paged_jax.plan paged_jax.report "
+    "paged_jax.offline paged_jax.demo "
     "paged_jax.cli paged_jax.multihost paged_jax.ray_data",
 ]
 HOST_LAYERS = range(1, 5)

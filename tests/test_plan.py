@@ -165,6 +165,7 @@ def test_least_time_of_a_decode():
     [
         ("v9:2x2", "topology='v9:2x2': give one of"),
         ("v5e", "topology='v5e': give one of"),
+        ("cpu:0", "topology='cpu:0': give one of"),
         ("cpu:4", "say with memory_bytes"),
         ("cpu:400", "jax has 8 CPU devices"),
     ],

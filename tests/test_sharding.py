@@ -306,6 +306,45 @@ def test_a_fault_loses_and_changes_nothing(wide, expected, monkeypatch):
     check_idle(llm)
 
 
+def test_what_one_row_ended_stays_when_another_rows_outputs_fail(wide, monkeypatch):
+    llm = tiny_llm(wide, data_parallel_size=2, warmup=False)
+    first, second = llm.engine.shards
+    take = second.take
+
+    def interrupted(*args):
+        if not first.has_unfinished():  # Its request ended in this very step.
+            monkeypatch.undo()
+            raise KeyboardInterrupt
+        return take(*args)
+
+    monkeypatch.setattr(second, "take", interrupted)
+    for i in range(2):
+        llm.engine.add_request(str(i), PROMPTS[i], GREEDY)
+    outputs, failures = [], 0
+    while llm.engine.has_unfinished():
+        try:
+            outputs += llm.engine.step()
+        except KeyboardInterrupt:
+            failures += 1
+    assert failures == 1
+    assert sorted(output.request_id for output in outputs) == ["0", "1"]
+    check_idle(llm)
+
+
+def test_a_miss_is_explained_by_the_row_that_served_it():
+    llm = tiny_llm(data_parallel_size=2, warmup=False, num_gpu_blocks_override=34)
+    texts = [list(range(start, start + 20)) for start in (100, 10)]  # One a row.
+    run(llm, texts)
+    for text, name in zip(texts, "01", strict=True):
+        miss = llm.explain_prefix_miss({"prompt_token_ids": [*text[:2], *[1] * 20]})
+        assert (miss.nearest_request_id, miss.num_common_tokens) == (name, 2)
+    for shard in llm.engine.shards:
+        pool = shard.scheduler.blocks.pool
+        pool.release(pool.take(pool.num_free_blocks))
+    outputs = run(llm, texts)
+    assert [llm.explain_prefix_miss(output).reason for output in outputs] == ["evicted"] * 2
+
+
 def test_aborts_reach_queued_and_running_requests(wide):
     llm = tiny_llm(wide, data_parallel_size=2, warmup=False, max_num_seqs=1)
     for i in range(5):

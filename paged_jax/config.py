@@ -146,8 +146,8 @@ class EngineConfig:
         max_num_seqs seats; requests are shared out. It takes data_parallel_size x
         tensor_parallel_size devices.
       attention_implementation: None (the fastest for the device), "cpu" (C++, built where a
-        compiler is found), "xla", "reference", or "tpu": the TPU's kernels, which run on other
-        devices too, interpreted and very slow.
+        compiler is found), "xla", "reference", "tpu" or "gpu": the kernels of TPUs and of Hopper
+        GPUs, which run on other devices too, interpreted and very slow.
       disable_log_stats: False logs a line of throughput and cache use every ten seconds.
       warmup: compile every step shape before the first request; without it, each when first needed.
     """

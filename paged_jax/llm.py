@@ -38,7 +38,8 @@ class LLM(CacheTools):
 
     Args:
       model: a .gguf file, a Hugging Face folder, a hub id ("org/name"), one file of a hub
-        repository ("org/name:file.gguf"), or a `LoadedModel`.
+        repository ("org/name:file.gguf"), an orbax checkpoint of
+        scripts/convert_checkpoint.py, or a `LoadedModel`.
       tokenizer: a tokenizer of your own (an AutoTokenizer, a `tokenizers.Tokenizer`) or a folder
         that holds one; None takes the model's.
       skip_tokenizer_init: serve token ids only; texts come back empty.

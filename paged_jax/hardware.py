@@ -106,7 +106,9 @@ def _cpus(name: str, count: int, memory_bytes: int | None) -> Hardware:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={count}, before jax starts"
         )
     if memory_bytes is None:
-        raise ValueError(f"topology={name!r}: say with memory_bytes what each device may use")
+        raise ValueError(
+            f"topology={name!r}: say with memory_bytes (--memory_gib) what each device may use"
+        )
     return Hardware(name, "cpu", devices[:count], memory_bytes, None, "xla")
 
 

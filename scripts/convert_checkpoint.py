@@ -16,6 +16,7 @@ is left to loading: LLM(..., quantization="int8") makes it of the floats.
 """
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +41,8 @@ REVISION = flags.DEFINE_string("revision", None, "Branch, tag or commit, for hub
 NOTES = flags.DEFINE_string("metadata", "{}", "A JSON object that is stored along.")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int | None:
+    """Converts; returns the exit status."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     try:
@@ -48,21 +50,26 @@ def main(argv: Sequence[str]) -> None:
     except ValueError as error:
         raise app.UsageError(f"--metadata={NOTES.value!r} is not JSON: {error}") from error
     model = demo_model_path() if MODEL.value == "demo" else MODEL.value
-    source, path, name = open_model(model, REVISION.value)
     started = time.perf_counter()
-    num_bytes = save_checkpoint(
-        OUTPUT.value,
-        source,
-        dtype=DTYPE.value,
-        tokenizer_folder=path if path.is_dir() else None,
-        metadata={"source": name, **metadata},
-    )
+    try:
+        source, path, name = open_model(model, REVISION.value)
+        num_bytes = save_checkpoint(
+            OUTPUT.value,
+            source,
+            dtype=DTYPE.value,
+            tokenizer_folder=path if path.is_dir() else None,
+            metadata={"source": name, **metadata},
+        )
+    except (ValueError, OSError, ImportError) as error:
+        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        return 1
     seconds = time.perf_counter() - started
     on_disk = sum(f.stat().st_size for f in Path(OUTPUT.value).rglob("*") if f.is_file())
     print(
         f"{name} ({source.stored_dtype}) -> {OUTPUT.value}: tensors {num_bytes / 1e6:,.1f} MB, "
         f"{on_disk / 1e6:,.1f} MB on disk, in {seconds:.1f} s"
     )
+    return None
 
 
 if __name__ == "__main__":

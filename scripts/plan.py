@@ -50,8 +50,12 @@ MAX_NUM_SEQS = flags.DEFINE_integer("max_num_seqs", 256, "Most sequences in a st
 MAX_NUM_BATCHED_TOKENS = flags.DEFINE_integer(
     "max_num_batched_tokens", 2048, "Most tokens in a step of each row."
 )
-UTILIZATION = flags.DEFINE_float("utilization", 0.9, "Share of a device's memory to use.")
-MEMORY_GIB = flags.DEFINE_float("memory_gib", None, "Of each device; by default what it has.")
+UTILIZATION = flags.DEFINE_float(
+    "utilization", 0.9, "Share of a device's memory to use.", lower_bound=0.01, upper_bound=1.0
+)
+MEMORY_GIB = flags.DEFINE_float(
+    "memory_gib", None, "Of each device; by default what it has.", lower_bound=0.001
+)
 LENGTHS = flags.DEFINE_list("lengths", ["1024", "4096", "8192"], "Of requests, in tokens.")
 JSON = flags.DEFINE_bool("json", False, "Print the plan as JSON instead.")
 
@@ -65,6 +69,7 @@ def main(argv: list[str]) -> int | None:
         jax.config.update("jax_num_cpu_devices", int(count))
     jax.config.update("jax_platforms", "cpu")  # Compiling needs no device of this machine.
     try:
+        lengths = [int(length) for length in LENGTHS.value]
         memory_bytes = None if MEMORY_GIB.value is None else int(MEMORY_GIB.value * GIB)
         plan = plan_hardware(
             model_config(MODEL.value),
@@ -82,7 +87,6 @@ def main(argv: list[str]) -> int | None:
     except (ValueError, OSError, ImportError) as error:
         print(f"plan: {error}", file=sys.stderr)
         return 1
-    lengths = [int(length) for length in LENGTHS.value]
     print(json.dumps(_as_json(plan, lengths), indent=1) if JSON.value else describe(plan, lengths))
     return None
 

@@ -78,7 +78,7 @@ def search(llm: LLM, monkeypatch, cases) -> list:
     first = cases[0]
     prompts = [{"prompt_token_ids": case["prompt_token_ids"]} for case in cases]
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "eos_token_ids", tuple(first["eos_token_ids"]))
+        patch.setattr(llm.engine.intake, "eos_token_ids", tuple(first["eos_token_ids"]))
         return llm.beam_search(prompts, BeamSearchParams(**{name: first[name] for name in PARAMS}))
 
 

@@ -313,8 +313,9 @@ address = sys.argv[5] if len(sys.argv) > 5 else None
 with start_watch(process_id, num_processes, exchange, address=address, silence_seconds=3) as watch:
     if what == "late":
         time.sleep(2)
+    arrived = time.monotonic()
     watch.barrier()
-    print("together", time.monotonic(), flush=True)
+    print("together", arrived, time.monotonic(), flush=True)
     watch.barrier()
     if what == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -360,8 +361,9 @@ def test_all_end_when_one_does(tmp_path, roles, dead, reason):
 def test_a_normal_end_is_no_death_and_a_barrier_waits(tmp_path):
     statuses, texts = end(watched([HERE] * 3, tmp_path, "ends", "late", "ends"), 60)
     assert statuses == [0, 0, 0], texts
-    times = [float(text.split()[1]) for text in texts]
-    assert max(times) - min(times) < 1.5
+    arrived, left = zip(*(map(float, text.split()[1:3]) for text in texts), strict=True)
+    assert max(arrived) - min(arrived) > 1  # One was late, and nobody left before it came.
+    assert min(left) >= max(arrived)
 
 
 def test_a_host_that_falls_silent_counts_as_dead(two_hosts, tmp_path):

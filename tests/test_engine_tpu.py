@@ -32,7 +32,7 @@ def test_a_prompt_that_joins_with_all_but_a_token_cached_while_decoding_ahead() 
     """One that reads what the step may write is no decode for these kernels: it gets one step."""
     options: dict = dict(max_model_len=64, max_num_seqs=2, warmup=False, block_size=16)
     llm = tiny_llm(
-        tiny_model(head_dim=64),
+        tiny_model(head_dim=64, num_layers=1),
         attention_implementation="tpu",
         decode_lookahead=8,
         num_gpu_blocks_override=30,

@@ -1,5 +1,7 @@
 """Published configurations of some models, for planning and compiling without their files."""
 
+import dataclasses
+
 from paged_jax.models.config import ModelConfig, RopeConfig
 
 SMOLLM2_135M = ModelConfig(
@@ -27,17 +29,8 @@ LLAMA3_8B = ModelConfig(
     rms_norm_eps=1e-5,
     rope=RopeConfig(theta=5e5),
 )
-LLAMA3_70B = ModelConfig(
-    vocab_size=128_256,
-    hidden_size=8192,
-    intermediate_size=28_672,
-    num_layers=80,
-    num_heads=64,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=5e5),
+LLAMA3_70B = dataclasses.replace(
+    LLAMA3_8B, hidden_size=8192, intermediate_size=28_672, num_layers=80, num_heads=64
 )
 PRESETS = {
     "smollm2-135m": SMOLLM2_135M,

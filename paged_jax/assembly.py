@@ -21,10 +21,6 @@ from paged_jax.sharding import DATA_AXIS, StepSpecs, check_mesh, make_mesh, spec
 from paged_jax.sizing import resolve
 from paged_jax.tokenizer import Tokenizer
 
-# An Engine, or over several rows a DataParallelEngine, which is one but for `scheduler`: the rows
-# have them (`shards`). For type checkers it is the former, as nearly all engines are.
-AnyEngine = Engine
-
 
 def choose_mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh | None:
     """The mesh that a configuration asks for, or the one given; None for one device.
@@ -51,8 +47,11 @@ def choose_mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh | None:
     return mesh
 
 
-def make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> AnyEngine:
+def make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineConfig) -> Engine:
     """The engine of a model, on the devices that the model was loaded to.
+
+    Over several rows of a mesh it is a `DataParallelEngine`, which is an engine but for what each
+    row has of its own (`shards`); for type checkers it is an Engine, as nearly all are.
 
     Raises:
       ValueError: a limit does not fit the model or the memory; see `sizing.resolve`.
@@ -105,7 +104,6 @@ def make_engine(model: LoadedModel, tokenizer: Tokenizer | None, config: EngineC
         swap_alert_tokens_per_second=config.swap_alert_tokens_per_second,
         watch_prefixes=config.watch_prefixes,
     )
-    engine: AnyEngine
     if num_rows == 1:
         engine = Engine(runner, intake, **options)
     else:

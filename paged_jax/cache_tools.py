@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from paged_jax.assembly import AnyEngine
 from paged_jax.calls import Calls
 from paged_jax.engine import Engine
 from paged_jax.kv_events import KVEvents
@@ -37,7 +36,7 @@ class PinnedPrefix:
 class CacheTools:
     """The part of `LLM` that is about its memory."""
 
-    engine: AnyEngine
+    engine: Engine
     model: LoadedModel
     _calls: Calls
     _tokenizer: Tokenizer | None

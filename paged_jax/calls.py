@@ -11,7 +11,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from paged_jax.assembly import AnyEngine
+from paged_jax.engine import Engine
 from paged_jax.interrupts import uninterrupted
 from paged_jax.log import logger
 from paged_jax.outputs import RequestOutput
@@ -29,7 +29,7 @@ class Calls:
     each request that a call waits for. One lock is held for a step at a time.
     """
 
-    def __init__(self, engine: AnyEngine):
+    def __init__(self, engine: Engine):
         self.engine = engine
         self._mailbox: dict[str, RequestOutput] = {}
         self._awaited: set[str] = set()

@@ -115,6 +115,11 @@ class DataParallelEngine:
                 raise
         return [output for shard in self.shards for output in shard.take_undelivered()]
 
+    @property
+    def num_seats(self) -> int:
+        """The most sequences in one step, of all rows."""
+        return self.config.max_num_seqs * len(self.shards)
+
     def held(self, request_id: str) -> Request | None:
         """The held sequence of this id, if there is one."""
         found = (shard.held(request_id) for shard in self.shards)

@@ -155,6 +155,11 @@ class Engine:
         """The engines of the rows of a mesh; this one."""
         return (self,)
 
+    @property
+    def num_seats(self) -> int:
+        """The most sequences in one step, of all rows."""
+        return self.config.max_num_seqs * len(self.shards)
+
     def held(self, request_id: str) -> Request | None:
         """The held sequence of this id, if there is one."""
         return self.scheduler.held.get(request_id)

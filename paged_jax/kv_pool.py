@@ -154,8 +154,12 @@ class KVPool:
         block_size: int = 16,
         dtype: DTypeLike = jnp.float32,
         for_tpu: bool | None = None,
+        raw_bits: bool | None = None,
     ) -> KVPool:
         """What `create` makes, as shapes (`jax.ShapeDtypeStruct`) without memory.
+
+        Args: as for `create`; raw_bits: whether bfloat16 is kept as uint16, None for whether the
+          default backend is a CPU.
 
         Raises:
           ValueError: as `create`.
@@ -173,7 +177,9 @@ class KVPool:
             for_tpu = jax.default_backend() == "tpu"
         if for_tpu:
             shape = tpu_pool_shape(num_blocks, model.num_kv_heads, block_size, model.head_dim)
-        elif dtype == jnp.bfloat16 and jax.default_backend() == "cpu":
+        elif dtype == jnp.bfloat16 and (
+            jax.default_backend() == "cpu" if raw_bits is None else raw_bits
+        ):
             dtype = jnp.dtype(jnp.uint16)
         layer: Any = jax.ShapeDtypeStruct(shape, dtype)
         scales: Any = None

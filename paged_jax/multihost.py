@@ -169,7 +169,7 @@ def serve(
     """
     watch.barrier()
     engine = llm.engine
-    most_held = 3 * engine.config.max_num_seqs
+    most_held = 3 * engine.num_seats
     is_writer = jax.process_index() == 0
     chunks = _chunks_of(lines, most_held, before=lambda: jax.block_until_ready(engine.runner.pool))
     held: dict[str, Line] = {}

@@ -101,7 +101,7 @@ def serve_lines(
       How many rows were written, and how many of them carry an error.
     """
     engine = llm.engine
-    num_seats = engine.config.max_num_seqs * len(engine.shards)
+    num_seats = engine.num_seats
     # With num_seats in the queue and one in the reader's hand that makes 4 * num_seats.
     most_held = 3 * num_seats - 1
     held: dict[str, Line] = {}

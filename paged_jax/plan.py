@@ -22,7 +22,6 @@ import jax.numpy as jnp
 from paged_jax.batch import Buckets
 from paged_jax.compile import lower_step
 from paged_jax.hardware import GIB, Hardware
-from paged_jax.kv_pool import KVPool
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.params import abstract_params
 from paged_jax.models.partition import TENSOR_AXIS, split_config
@@ -200,6 +199,7 @@ def plan_hardware(
         block_size=block_size,
         dtype=jnp.dtype(dtype if kv_cache_dtype == "auto" else kv_cache_dtype),
         for_tpu=hardware.implementation == "tpu",
+        raw_bits=hardware.kind == "cpu",
     )
     buckets = Buckets.choose(
         max_num_seqs=max_num_seqs,
@@ -210,13 +210,7 @@ def plan_hardware(
         num_decode_steps=max(decode_lookahead // 2, 1),
     )
 
-    def pool_of(num_blocks: int) -> KVPool:
-        pool = abstract_pool_on(mesh, cut, num_blocks=num_blocks, **form)
-        # Of bfloat16 as the hardware has it, whatever this machine's own backend makes of it.
-        raw = {layer.dtype == jnp.uint16 for layer in pool.layers} == {True}
-        return _as_bfloat16(pool) if raw and hardware.kind != "cpu" else pool
-
-    small = pool_of(2)
+    small = abstract_pool_on(mesh, cut, num_blocks=2, **form)
     bytes_a_block = device_bytes(small.layers) // 2
     weight_bytes = device_bytes(params)
     usable = int(hardware.memory_bytes * utilization)
@@ -235,7 +229,7 @@ def plan_hardware(
     check_room(room, "")
     # The steps' temporaries do not hang on the pool's size: a first guess does for compiling.
     guess = num_blocks or max(int(0.9 * room) // bytes_a_block, longest)
-    pool = pool_of(guess)
+    pool = abstract_pool_on(mesh, cut, num_blocks=guess, **form)
     shapes = buckets.shapes()
     chosen = {
         f"prefill of {shapes[0].num_tokens} tokens": shapes[0],
@@ -272,14 +266,6 @@ def plan_hardware(
         max_num_batched_tokens=max_num_batched_tokens,
         steps=tuple(steps),
     )
-
-
-def _as_bfloat16(pool: KVPool) -> KVPool:
-    layers: Any = [
-        jax.ShapeDtypeStruct(layer.shape, jnp.bfloat16, sharding=layer.sharding)
-        for layer in pool.layers
-    ]
-    return dataclasses.replace(pool, layers=tuple(layers))
 
 
 def device_bytes(tree: Any) -> int:

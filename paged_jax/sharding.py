@@ -161,7 +161,6 @@ def on_mesh(step: Callable[..., tuple], mesh: Mesh, where: StepSpecs) -> Callabl
       the rows of the mesh as a first dimension.
     """
     num_rows = mesh.shape[DATA_AXIS]
-    # Whatever the size: a sum over one device is nothing, and the checks are the same.
     tensor_axis = TENSOR_AXIS if mesh.shape[TENSOR_AXIS] > 1 else None
 
     def of_row(params, pool, call):

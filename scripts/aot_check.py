@@ -3,7 +3,7 @@
     pip install libtpu
     python scripts/aot_check.py --topology v5e --quick
 
-For a GPU (h200) it takes the wheels that `gpu_aot.REMEDY` names, and the code of each kernel is
+For a GPU (h200) it takes the wheels that `gpu_targets.REMEDY` names, and the code of each kernel is
 read too: registers that spill, shared memory, matrix instructions, loads by TMA.
 
 Each entry is compiled; or refused, by our own check and with its reason; or failed: an error of
@@ -36,10 +36,12 @@ import tpu_aot
 import tpu_static
 from absl import app, flags
 
+from paged_jax.gpu_targets import GPU_TARGETS
+
 TOPOLOGY = flags.DEFINE_enum(
     "topology",
     None,
-    [*tpu_aot.TOPOLOGIES, *tpu_aot.TOPOLOGIES.values(), *gpu_aot.TOPOLOGIES],
+    [*tpu_aot.TOPOLOGIES, *tpu_aot.TOPOLOGIES.values(), *GPU_TARGETS],
     "TPU generation, libtpu's name of a topology, or a GPU.",
     required=True,
 )
@@ -231,7 +233,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
     topology = TOPOLOGY.value
-    if topology in gpu_aot.TOPOLOGIES:
+    if topology in GPU_TARGETS:
         gpu_aot.require_plugin()
     else:
         topology = tpu_aot.topology_name(topology)
@@ -336,7 +338,7 @@ def _gpu_compiler(topology: str) -> gpu_aot.Compiler:
 
 @functools.cache
 def _entries_by_name(topology: str) -> dict[str, Entry | gpu_entries.GpuEntry]:
-    if topology in gpu_aot.TOPOLOGIES:
+    if topology in GPU_TARGETS:
         return {entry.name: entry for entry in gpu_entries.all_entries()}
     return {entry.name: entry for entry in all_entries(topology)}
 

@@ -23,52 +23,9 @@ import tpu_aot
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from paged_jax.gpu_targets import GPU_TARGETS, REMEDY
 from pallas_kernels import gpu_runtime, tpu_runtime
 
-REMEDY = (
-    "compiling for a GPU needs wheels that need no GPU: pip install --no-deps jax-cuda13-plugin "
-    "jax-cuda13-pjrt (of jax's own version) nvidia-cuda-nvcc nvidia-nvvm nvidia-nvjitlink "
-    "nvidia-cuda-nvdisasm"
-)
-# What XLA wants to know of the device, from NVIDIA's data sheet and its table of compute
-# capability 9.0.
-_H200 = """
-gpu_device_info {
-  name: "NVIDIA H200"
-  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
-  core_count: 132
-  clock_rate_ghz: 1.98
-  fpus_per_core: 128
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  memory_bandwidth: 4800000000000
-  device_memory_size: 151397597184
-  l2_cache_size: 52428800
-  device_address_bits: 64
-  device_vendor: "NVIDIA Corporation"
-  platform_version: "Compute Capability 9.0a"
-  driver_version: "13.0.0"
-  runtime_version: "13.0.0"
-  compile_time_toolkit_version: "13.0.0"
-  dnn_version: "9.10.0"
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
-TOPOLOGIES = {"h200": _H200}
 MEMORY_GIB = {"h200": 141}
 MAX_SHARED_BYTES = 232_448
 REGISTERS = 65_536  # of a multiprocessor
@@ -114,7 +71,7 @@ class Compiler:
             platform="cuda",
             topology_name=name,
             topology="1x1x1",
-            target_config=TOPOLOGIES[name],
+            target_config=GPU_TARGETS[name],
         )
         return cls(mesh=Mesh(np.array(topology.devices), ("x",)), dump_folder=folder)
 

@@ -13,7 +13,9 @@ import gguf
 import gguf.quants
 import ml_dtypes
 import numpy as np
+import tokenizers
 from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers
 
 from paged_jax.models.config import ModelConfig, RopeConfig
 
@@ -132,6 +134,17 @@ def rope_scaling_json(rope: RopeConfig) -> dict[str, Any] | None:
         scaling["high_freq_factor"] = rope.high_freq_factor
         scaling["original_max_position_embeddings"] = rope.original_max_position_embeddings
     return scaling
+
+
+def write_byte_folder(folder: Path, config: ModelConfig) -> Path:
+    """A Hugging Face folder of random weights, with a tokenizer whose tokens are bytes."""
+    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    write_hf_folder(folder, config, random_tensors(config))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def write_hf_folder(

@@ -1,7 +1,6 @@
 """The benchmark against other engines: its protocol, its arithmetic, and the profile's."""
 
 import gzip
-import importlib
 import json
 import os
 import signal
@@ -11,15 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from script_modules import SCRIPTS, import_script
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-peers_cases = importlib.import_module("peers_cases")
-peers_envs = importlib.import_module("peers_envs")
-peers_protocol = importlib.import_module("peers_protocol")
-peers_report = importlib.import_module("peers_report")
-profile_rows = importlib.import_module("profile_rows")
+peers_cases = import_script("peers_cases")
+peers_envs = import_script("peers_envs")
+peers_protocol = import_script("peers_protocol")
+peers_report = import_script("peers_report")
+profile_rows = import_script("profile_rows")
 
 FAKE_ENGINE = """
 import os, subprocess, sys, time
@@ -262,7 +260,7 @@ def test_time_is_shared_out_without_rest(tmp_path):
 
 
 def test_growth_beside_a_straight_line():
-    scaling = importlib.import_module("bench_scaling")
+    scaling = import_script("bench_scaling")
     work = [1, 2, 4]
     for times, wanted in (([3, 4, 6], 1.0), ([3, 5, 6], 0.5), ([3, 3, 6], 1.5)):
         line = scaling.straight_line(work, times)

@@ -1,21 +1,19 @@
 """The scripts that compile for a GPU without one, and the one that measures on one."""
 
-import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from script_modules import import_script
 
 from pallas_kernels import gpu_runtime
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-gpu_static = importlib.import_module("gpu_static")
-gpu_aot = importlib.import_module("gpu_aot")
-cases = importlib.import_module("bench_gpu_cases")
+gpu_static = import_script("gpu_static")
+gpu_aot = import_script("gpu_aot")
+cases = import_script("bench_gpu_cases")
 
 
 def has_plugin() -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import random_tensors, tiny_config, write_hf_folder
+from model_files import tiny_config, write_byte_folder
 from tiny_engine import VOCAB_SIZE
 
 from paged_jax import LLM, SamplingParams
@@ -36,17 +36,9 @@ NUM_LINES = 28
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A Hugging Face folder of a model with eight KV heads, and a byte-level tokenizer."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
     folder = tmp_path_factory.mktemp("model")
     config = tiny_config(vocab_size=VOCAB_SIZE, num_layers=1, num_heads=8, num_kv_heads=8)
-    write_hf_folder(folder, config, random_tensors(config))
-    vocab = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_byte_folder(folder, config)
     return folder
 
 

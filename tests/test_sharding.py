@@ -57,6 +57,7 @@ def test_tokens_are_those_of_one_device_and_the_pool_stays_in_place(wide, expect
     assert tokens_of(run(llm, PROMPTS)) == expected
     assert pointers(llm) == before
     assert len(llm.engine.shards) == data
+    assert llm.engine.num_seats == data * llm.engine.config.max_num_seqs
     served = [shard.scheduler.blocks.pool.peak_used_blocks for shard in llm.engine.shards]
     assert min(served) > 0
     check_idle(llm)
@@ -145,7 +146,7 @@ def test_int8_weights_and_pools_on_a_mesh_are_near_float32(wide, tensor, tmp_pat
         tiny_llm(wide, warmup=False), PROMPTS, dataclasses.replace(GREEDY, max_tokens=1, logprobs=0)
     )
     ours, theirs = map(first_logprobs, (outputs, plain))
-    assert np.abs(ours - theirs).max() < 0.5  # Of logits that the weights make large.
+    assert np.abs(ours - theirs).max() < 0.15
     abstract = abstract_params(declared, "float32", "int8", mesh=mesh)
     jax.tree.map(lambda a, b: check_like(a, b), abstract, params)
 

@@ -1,13 +1,12 @@
 """The soak on a small scale; and that it finds what is wrong, when something is."""
 
-import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from script_modules import SCRIPTS, import_script
 
 from paged_jax.block_manager import BlockManager
 from paged_jax.config import SchedulerConfig
@@ -15,11 +14,9 @@ from paged_jax.request import Request
 from paged_jax.scheduler import Scheduler
 from paged_jax.simulate import device_model
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-soak = importlib.import_module("soak")
-soak_ledger = importlib.import_module("soak_ledger")
-soak_traffic = importlib.import_module("soak_traffic")
+soak = import_script("soak")
+soak_ledger = import_script("soak_ledger")
+soak_traffic = import_script("soak_traffic")
 
 # Sequences of 40 blocks at most: 12 at once want more than there are.
 CONFIG: dict[str, Any] = dict(

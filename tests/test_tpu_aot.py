@@ -5,7 +5,6 @@ environment and dead ends are not pytest's.
 """
 
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os
@@ -19,14 +18,13 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from script_modules import SCRIPTS, import_script
 
 from pallas_kernels.kv_write import write_kv
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = ROOT / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-tpu_static = importlib.import_module("tpu_static")
-tpu_aot = importlib.import_module("tpu_aot")
+tpu_static = import_script("tpu_static")
+tpu_aot = import_script("tpu_aot")
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -221,7 +219,7 @@ def test_topologies_go_by_either_name():
 
 
 def test_tuning_climbs_to_the_fastest_sizes_and_keeps_clear_wins(tmp_path):
-    tune_kernels, kp = map(importlib.import_module, ("tune_kernels", "kernel_programs"))
+    tune_kernels, kp = map(import_script, ("tune_kernels", "kernel_programs"))
     pool = kp.PoolSpec(num_blocks=64, block_size=16, dtype="bfloat16")
     start = dataclasses.replace(
         tune_kernels.spec_of(kp.MODELS[0], pool).sizes, decode_block_tokens=512, decode_buffers=4
@@ -246,7 +244,7 @@ def test_tuning_climbs_to_the_fastest_sizes_and_keeps_clear_wins(tmp_path):
 
 
 def test_the_kernel_takes_the_sizes_that_are_tuned():
-    tune_kernels, kp = map(importlib.import_module, ("tune_kernels", "kernel_programs"))
+    tune_kernels, kp = map(import_script, ("tune_kernels", "kernel_programs"))
     pool = kp.PoolSpec(num_blocks=64, block_size=16, dtype="bfloat16")
     before = tune_kernels.spec_of(kp.MODELS[0], pool)
     changed = dataclasses.replace(before.sizes, decode_buffers=2 * before.sizes.decode_buffers)

@@ -6,8 +6,7 @@
 
 The model's prefill and decode steps are compiled for the topology by its own compiler, from shapes
 alone: neither weights nor the devices are needed, only `pip install libtpu`, or for h200 the wheels
-that an error names. Exit status: 0, or 1 if the
-model does not fit.
+that an error names. Exit status: 0, or 1 if the model does not fit.
 """
 
 from __future__ import annotations

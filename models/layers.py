@@ -62,6 +62,18 @@ def norm_linear(x: jax.Array, norm_weight: jax.Array, weight: Matrix, eps: float
     return linear(rms_norm(x, norm_weight, eps), weight)
 
 
+def norm_swiglu_linear(
+    x: jax.Array, norm_weight: jax.Array, gate_up: Matrix, eps: float
+) -> jax.Array:
+    """swiglu(norm_linear(x, norm_weight, gate_up, eps)), as norm_linear() does it."""
+    # The kernel takes both halves side by side, of int4 in whole blocks.
+    unit = 2 * matmul_cpu.INT4_ROWS if isinstance(gate_up, Int4Matrix) else 2
+    if x.dtype == jnp.float32 and gate_up.shape[0] % unit == 0 and _has_kernel(x, gate_up):
+        fused = Fused(norm_weight=norm_weight, norm_eps=eps, is_swiglu=True)
+        return _fused_linear(x, gate_up, fused)
+    return swiglu(norm_linear(x, norm_weight, gate_up, eps))
+
+
 def add_linear(
     residual: jax.Array, x: jax.Array, weight: Matrix, tensor_axis: str | None
 ) -> jax.Array:
@@ -69,15 +81,6 @@ def add_linear(
     if tensor_axis is None and x.dtype == jnp.float32 and _has_kernel(x, weight):
         return _fused_linear(x, weight, Fused(residual=residual))
     return residual + row_parallel_linear(x, weight, tensor_axis)
-
-
-def add_swiglu_linear(
-    residual: jax.Array, gate_up: jax.Array, weight: Matrix, tensor_axis: str | None
-) -> jax.Array:
-    """residual + row_parallel_linear(swiglu(gate_up), weight, tensor_axis), as norm_linear()."""
-    if tensor_axis is None and gate_up.dtype == jnp.float32 and _has_kernel(gate_up, weight):
-        return _fused_linear(gate_up, weight, Fused(is_swiglu=True, residual=residual))
-    return residual + row_parallel_linear(swiglu(gate_up), weight, tensor_axis)
 
 
 def _fused_linear(x: jax.Array, weight: Matrix, fused: Fused) -> jax.Array:

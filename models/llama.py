@@ -156,8 +156,8 @@ def forward(
         attended = attended.reshape(hidden.shape[0], -1).astype(hidden.dtype)
         hidden = layers.add_linear(hidden, attended, layer.out, tensor_axis)
         eps = config.rms_norm_eps
-        gate_up = layers.norm_linear(hidden, layer.mlp_norm, layer.gate_up, eps)
-        return layers.add_swiglu_linear(hidden, gate_up, layer.down, tensor_axis), cache
+        gated = layers.norm_swiglu_linear(hidden, layer.mlp_norm, layer.gate_up, eps)
+        return layers.add_linear(hidden, gated, layer.down, tensor_axis), cache
 
     new_caches = []
     for layer, cache in zip(params.layers, caches, strict=True):

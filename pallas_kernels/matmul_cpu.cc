@@ -13,8 +13,9 @@
 // For one row of x the turning costs more than the product, and less than the memory. For many rows
 // x is turned instead, see matmul_cpu_wide.h.
 //
-// On the way in, a row of x may be normalised or gated (matmul_cpu_input.h); on the way out, a
-// residual added.
+// On the way in, a row of x may be normalised (matmul_cpu_input.h). On the way out, a residual may
+// be added, or the first half of the weight's rows gate what the second half gives, number by number
+// (matmul_cpu_output.h).
 //
 // A row's sums are taken in one order whatever its neighbours and the threads, so that a row's
 // result has the same bits in every batch.
@@ -30,6 +31,7 @@
 #include "matmul_cpu_hadamard.h"
 #include "matmul_cpu_input.h"
 #include "matmul_cpu_int4.h"
+#include "matmul_cpu_output.h"
 #include "matmul_cpu_panel.h"
 #include "matmul_cpu_threads.h"
 #include "matmul_cpu_wide.h"
@@ -57,37 +59,39 @@ struct Product {
   const int32_t* x;  // [num_rows, words_per_row], as the panel's Format is multiplied with
   const float* x_scale;     // [num_rows], or null
   const int32_t* x_sum;     // [num_rows], of its integers; with x_scale
-  const char* weight;
-  const float* weight_scale;  // [num_out], or null
+  const char* weight;         // of num_out rows; is_swiglu: of so many that gate, and as many more
+  const float* weight_scale;  // of each row, or null
   const float* residual;      // [num_rows, num_out], or null
   float* out;                 // [num_rows, num_out]
   int64_t num_rows, num_out, words_per_row, weight_row_bytes;
+  bool is_swiglu;
 
-  int64_t num_panels() const { return ceil_div(num_out, kPanelRows); }
+  int num_halves() const { return is_swiglu ? 2 : 1; }
+  int64_t weight_bytes() const { return num_halves() * num_out * weight_row_bytes; }
+
+  // Rows of the weight for up to max_rows outputs from first_out on.
+  Rows rows(int half, int64_t first_out, int64_t max_rows) const {
+    return {weight + (half * num_out + first_out) * weight_row_bytes, weight_row_bytes,
+            static_cast<int>(std::min(max_rows, num_out - first_out))};
+  }
+
+  // Sums of a row of x and of up to kLanes rows of the weight, scaled.
+  template <bool is_int8>
+  Vec scaled(Vec sums, int64_t row, int half, int64_t out, int count) const {
+    const Vec real = is_int8 ? sums * x_scale[row] : sums;
+    return weight_scale ? real * load_part(weight_scale + half * num_out + out, count) : real;
+  }
 };
 
-// Adds the residual, if there is one, to what was written of some rows of x and of the weight.
-// Apart from the writing, which some forms of the product would round together with the sum.
-void add_residual(const float* residual, float* out, int64_t num_out, int64_t first_out, int count,
-                  int64_t first_row, int64_t num_rows) {
-  if (residual == nullptr) return;
-  asm volatile("" ::: "memory");
-  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
-    const int64_t at = row * num_out + first_out;
-    for (int i = 0; i < count; ++i) out[at + i] += residual[at + i];
-  }
-}
-
-// The sums of one panel and up to kMaxRows rows, [row][kPanelRows].
+// The sums of one panel and up to kMaxRows rows of x, [row][kPanelRows].
 template <class Format, class Multiply>
-const int32_t* sum_panel(const Product& p, int64_t panel, int64_t first_row, int64_t num_rows) {
+const int32_t* sum_panel(const Product& p, const Rows& rows, int half, int64_t first_row,
+                         int64_t num_rows) {
   struct Panel;
-  int32_t* const turned = scratch<Panel>(kMaxBlockWords * kPanelRows + num_rows * kPanelRows);
-  int32_t* const sums = turned + kMaxBlockWords * kPanelRows;
-  std::fill(sums, sums + num_rows * kPanelRows, 0);
-  const int64_t first_out = panel * kPanelRows;
-  const Rows rows{p.weight + first_out * p.weight_row_bytes, p.weight_row_bytes,
-                  static_cast<int>(std::min<int64_t>(kPanelRows, p.num_out - first_out))};
+  const int64_t num_sums = num_rows * kPanelRows;
+  int32_t* const turned = scratch<Panel>(kMaxBlockWords * kPanelRows + p.num_halves() * num_sums);
+  int32_t* const sums = turned + kMaxBlockWords * kPanelRows + half * num_sums;
+  std::fill(sums, sums + num_sums, 0);
   constexpr int kSquareWords = kLanes * Format::kNumbers;
   const int64_t num_blocks = ceil_div(p.words_per_row, kMaxBlockWords);
   const int64_t block =
@@ -103,27 +107,31 @@ const int32_t* sum_panel(const Product& p, int64_t panel, int64_t first_row, int
   return sums;
 }
 
-// Writes a panel's sums to the output, scaled.
+// Writes the sums of a panel, and those that they gate, to the output.
 template <bool is_int8>
-void write_panel(const Product& p, int64_t panel, int64_t first_row, int64_t num_rows,
-                 const int32_t* sums) {
-  const int64_t first_out = panel * kPanelRows;
-  const int count = std::min<int64_t>(kPanelRows, p.num_out - first_out);
-  for (int64_t i = 0; i < num_rows; ++i, sums += kPanelRows) {
+void write_panel(const Product& p, int64_t first_out, int64_t first_row, int64_t num_rows,
+                 const int32_t* sums, const int32_t* gated_sums) {
+  const int num_out = std::min<int64_t>(kPanelRows, p.num_out - first_out);
+  for (int64_t i = 0; i < num_rows; ++i) {
     const int64_t row = first_row + i;
-    const int32_t offset = is_int8 ? kWeightOffset * p.x_sum[row] : 0;
-    float* out = p.out + row * p.num_out + first_out;
-    for (int j = 0; j < count; ++j) {
-      float sum;
+    const auto scaled = [&](const int32_t* from, int half, int out, int count) {
       if constexpr (is_int8) {
-        sum = static_cast<float>(sums[j] - offset) * p.x_scale[row];
+        const IntVec exact = load_words<IntVec>(from) - splat(kWeightOffset * p.x_sum[row]);
+        const Vec sums = __builtin_convertvector(exact, Vec);
+        return p.scaled<is_int8>(sums, row, half, first_out + out, count);
       } else {
-        std::memcpy(&sum, sums + j, sizeof sum);
+        return p.scaled<is_int8>(load_words<Vec>(from), row, half, first_out + out, count);
       }
-      out[j] = p.weight_scale ? sum * p.weight_scale[first_out + j] : sum;
+    };
+    for (int out = 0; out < num_out; out += kLanes) {
+      const int count = std::min(kLanes, num_out - out);
+      const int64_t at = i * kPanelRows + out;
+      Vec result = scaled(sums + at, 0, out, count);
+      if (p.is_swiglu) result = swiglu(result, scaled(gated_sums + at, 1, out, count));
+      store_part(p.out + row * p.num_out + first_out + out, count, result);
     }
   }
-  add_residual(p.residual, p.out, p.num_out, first_out, count, first_row, num_rows);
+  add_residual(p.residual, p.out, p.num_out, first_out, num_out, first_row, num_rows);
 }
 
 // Threads that the work is worth: some microseconds each.
@@ -152,23 +160,30 @@ void share_panels(int64_t num_panels, int64_t weight_bytes, int64_t num_rows,
   });
 }
 
-// Writes the sums of a group of the weight's rows and a panel of x to the output, scaled. The
-// offsets of the weight's rows are in their sums.
+// Writes the sums of a group of the weight's rows and a panel of x, and the group's that they gate,
+// to the output.
 template <bool is_int8>
-void write_group(const Product& p, int64_t first_out, int num_out, int64_t first_row, int num_rows,
-                 const int32_t* sums, const int32_t* offsets) {
+void write_group(const Product& p, int64_t first_out, int64_t first_row, int num_rows,
+                 const int32_t* sums, const int32_t* gated_sums) {
+  const int num_out = std::min<int64_t>(kGroupRows, p.num_out - first_out);
+  IntVec offsets[kPanelVecs] = {};
+  if constexpr (is_int8 && kWeightOffset) {
+    std::memcpy(offsets, p.x_sum + first_row, num_rows * sizeof(int32_t));
+    for (IntVec& offset : offsets) offset *= kWeightOffset;
+  }
   for (int out = 0; out < num_out; out += kLanes) {
     const int count = std::min(kLanes, num_out - out);
-    Vec scale = Vec{} + 1.0f;
-    if (p.weight_scale) scale = load_part(p.weight_scale + first_out + out, count);
     for (int lane = 0; lane < num_rows; lane += kLanes) {
-      Vec square[kLanes];
-      turn_sums<is_int8>(sums, out, lane, offsets, square);
+      Vec square[kLanes], gated[kLanes];
+      turn_sums<is_int8>(sums, out, lane, offsets[lane / kLanes], square);
+      if (p.is_swiglu) turn_sums<is_int8>(gated_sums, out, lane, offsets[lane / kLanes], gated);
       for (int i = 0; i < std::min(kLanes, num_rows - lane); ++i) {
         const int64_t row = first_row + lane + i;
-        const Vec real = is_int8 ? square[i] * p.x_scale[row] : square[i];
-        const Vec scaled = p.weight_scale ? real * scale : real;
-        store_part(p.out + row * p.num_out + first_out + out, count, scaled);
+        Vec result = p.scaled<is_int8>(square[i], row, 0, first_out + out, count);
+        if (p.is_swiglu) {
+          result = swiglu(result, p.scaled<is_int8>(gated[i], row, 1, first_out + out, count));
+        }
+        store_part(p.out + row * p.num_out + first_out + out, count, result);
       }
     }
   }
@@ -182,8 +197,8 @@ bool is_better_wide(int64_t num_rows, int64_t extra_rows) {
   return round_up(num_rows, kLanes) + extra_rows <= num_rows + 8 + num_rows / 30;
 }
 
-// As multiply, but x is turned; of a weight whose rows are whole words.
-template <class Format, class Multiply, bool is_int8>
+// As multiply, but x is turned; of a weight whose rows are whole words, multiplied as they are.
+template <class Multiply, bool is_int8>
 void multiply_wide(const Product& p, ffi::ThreadPool& threads) {
   if (p.num_out == 0) return;
   struct WideX;
@@ -194,51 +209,54 @@ void multiply_wide(const Product& p, ffi::ThreadPool& threads) {
     const int64_t row = panel * kPanelRows;
     const Rows rows{reinterpret_cast<const char*>(p.x + row * p.words_per_row), x_row_bytes,
                     static_cast<int>(std::min<int64_t>(kPanelRows, p.num_rows - row))};
-    fill_panel<Format>(rows, 0, p.words_per_row, panels + panel * panel_size);
+    fill_panel<WholeWords>(rows, 0, p.words_per_row, panels + panel * panel_size);
   };
   for_each_item(ceil_div(p.num_rows, kPanelRows), threads_for(p.num_rows * x_row_bytes), threads,
                 turn_x);
   const auto multiply_rows = [&](int64_t index, int64_t first_row, int64_t num_rows) {
     const int64_t first_out = index * kGroupRows;
-    const Rows group{p.weight + first_out * p.weight_row_bytes, p.weight_row_bytes,
-                     static_cast<int>(std::min<int64_t>(kGroupRows, p.num_out - first_out))};
     struct GroupSums;
-    int32_t* const sums = scratch<GroupSums>(kGroupRows * kPanelRows);
-    int32_t offsets[kGroupRows] = {};
-    if constexpr (is_int8 && kWeightOffset) {
-      sum_rows(group, offsets);
-      for (int32_t& offset : offsets) offset *= kWeightOffset;
-    }
+    constexpr int kNumSums = kGroupRows * kPanelRows;
+    int32_t* const sums = scratch<GroupSums>(2 * kNumSums);
     for (int64_t row = first_row; row < first_row + num_rows; row += kPanelRows) {
       const int rows = std::min<int64_t>(kPanelRows, first_row + num_rows - row);
-      const int32_t* panel = panels + row * p.words_per_row;
-      multiply_group<Multiply>(group, panel, rows, p.words_per_row, sums);
-      write_group<is_int8>(p, first_out, group.count, row, rows, sums, offsets);
+      for (int half = 0; half < p.num_halves(); ++half) {
+        multiply_group<Multiply>(p.rows(half, first_out, kGroupRows),
+                                 panels + row * p.words_per_row, rows, p.words_per_row,
+                                 sums + half * kNumSums);
+      }
+      write_group<is_int8>(p, first_out, row, rows, sums, sums + kNumSums);
     }
   };
-  share_panels(ceil_div(p.num_out, kGroupRows), p.num_out * p.weight_row_bytes, p.num_rows,
-               threads, multiply_rows);
+  share_panels(ceil_div(p.num_out, kGroupRows), p.weight_bytes(), p.num_rows, threads,
+               multiply_rows);
 }
 
 template <class Format, class Multiply, bool is_int8>
 void multiply(const Product& p, ffi::ThreadPool& threads) {
   if (p.num_rows == 0 || p.num_out == 0) return;
-  share_panels(p.num_panels(), p.num_out * p.weight_row_bytes, p.num_rows, threads,
+  share_panels(ceil_div(p.num_out, kPanelRows), p.weight_bytes(), p.num_rows, threads,
                [&](int64_t panel, int64_t first_row, int64_t num_rows) {
-                 const int32_t* sums = sum_panel<Format, Multiply>(p, panel, first_row, num_rows);
-                 write_panel<is_int8>(p, panel, first_row, num_rows, sums);
+                 const int64_t first_out = panel * kPanelRows;
+                 const int32_t* sums[2];
+                 for (int half = 0; half < p.num_halves(); ++half) {
+                   const Rows rows = p.rows(half, first_out, kPanelRows);
+                   sums[half] =
+                       sum_panel<Format, Multiply>(p, rows, half, first_row, num_rows);
+                 }
+                 write_panel<is_int8>(p, first_out, first_row, num_rows, sums[0], sums[1]);
                });
 }
 
 // Calls work(row, numbers, memory) for all rows of x, where `memory` is the thread's own, of as
-// many numbers as a row has in x, and may be where the row's numbers are.
+// many numbers as a row has, and may be where they are.
 template <class Work>
 void for_each_row(const Input& input, ffi::ThreadPool& threads, const Work& work) {
   constexpr int64_t kRangeRows = 16;
-  const int64_t num_threads = threads_for(input.num_rows * input.stored_size());
+  const int64_t num_threads = threads_for(input.num_rows * input.size);
   const auto take_range = [&](int64_t range) {
     struct RowX;
-    float* const memory = reinterpret_cast<float*>(scratch<RowX>(input.stored_size()));
+    float* const memory = reinterpret_cast<float*>(scratch<RowX>(input.size));
     const int64_t end = std::min(range * kRangeRows + kRangeRows, input.num_rows);
     for (int64_t row = range * kRangeRows; row < end; ++row) {
       work(row, input.row(row, memory), memory);
@@ -268,7 +286,7 @@ void multiply_quantized(Product p, const Input& input, int64_t hadamard_size,
   p.x_scale = scales;
   p.x_sum = sums;
   if (input.size % kWordBytes == 0 && is_better_wide(p.num_rows, 4)) {
-    multiply_wide<Int8Words, Int8Product, true>(p, threads);
+    multiply_wide<Int8Product, true>(p, threads);
   } else {
     multiply<Int8Words, Int8Product, true>(p, threads);
   }
@@ -287,9 +305,9 @@ void multiply_floats(Product p, const Input& input, ffi::DataType weight_type,
     p.x = words;
   }
   if (weight_type == ffi::F32 && is_better_wide(p.num_rows, 0)) {
-    multiply_wide<FloatWords, FloatProduct, false>(p, threads);
+    multiply_wide<FloatProduct, false>(p, threads);
   } else if (weight_type == ffi::F32) {
-    multiply<FloatWords, FloatProduct, false>(p, threads);
+    multiply<WholeWords, FloatProduct, false>(p, threads);
   } else if (weight_type == ffi::BF16) {
     multiply<Bfloat16Words, FloatProduct, false>(p, threads);
   } else {
@@ -297,25 +315,26 @@ void multiply_floats(Product p, const Input& input, ffi::DataType weight_type,
   }
 }
 
-Input make_input(ffi::AnyBuffer& x, int64_t size, int64_t prologue,
-                 ffi::Buffer<ffi::F32>& norm_weight, float norm_eps) {
-  return {x.untyped_data(), x.element_type() == ffi::BF16, x.dimensions()[0], size,
-          static_cast<Prologue>(prologue), norm_weight.typed_data(), norm_eps};
-}
-
 const float* optional(ffi::Buffer<ffi::F32>& buffer) {
   return buffer.element_count() ? buffer.typed_data() : nullptr;
+}
+
+Input make_input(ffi::AnyBuffer& x, ffi::Buffer<ffi::F32>& norm_weight, float norm_eps) {
+  const auto dims = x.dimensions();
+  return {x.untyped_data(), x.element_type() == ffi::BF16, dims[0], dims[1],
+          optional(norm_weight), norm_eps};
 }
 
 ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight,
                   ffi::Buffer<ffi::F32> weight_scale, ffi::Buffer<ffi::F32> norm_weight,
                   ffi::Buffer<ffi::F32> residual, ffi::Result<ffi::Buffer<ffi::F32>> out,
-                  bool quantizes_x, int64_t hadamard_size, int64_t prologue, float norm_eps) {
+                  bool quantizes_x, int64_t hadamard_size, float norm_eps, bool is_swiglu) {
   const auto weight_dims = weight.dimensions();
-  const Input input = make_input(x, weight_dims[1], prologue, norm_weight, norm_eps);
+  const Input input = make_input(x, norm_weight, norm_eps);
   Product p{};
   p.num_rows = input.num_rows;
-  p.num_out = weight_dims[0];
+  p.is_swiglu = is_swiglu;
+  p.num_out = weight_dims[0] / p.num_halves();
   p.weight = static_cast<const char*>(weight.untyped_data());
   p.weight_row_bytes = weight_dims[1] * ffi::ByteWidth(weight.element_type());
   p.weight_scale = optional(weight_scale);
@@ -348,15 +367,16 @@ Int4Input quantize_for_int4(const Input& input, ffi::ThreadPool& threads) {
 
 ffi::Error matmul_int4(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> blocks,
                        ffi::Buffer<ffi::F32> norm_weight, ffi::Buffer<ffi::F32> residual,
-                       ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t prologue, float norm_eps) {
+                       ffi::Result<ffi::Buffer<ffi::F32>> out, float norm_eps,
+                       bool is_swiglu) {
   Int4Product p{};
   p.num_blocks = blocks.dimensions()[1];
-  const Input input =
-      make_input(x, p.num_blocks * kInt4Columns, prologue, norm_weight, norm_eps);
+  const Input input = make_input(x, norm_weight, norm_eps);
   p.num_rows = input.num_rows;
   p.num_out = out->dimensions()[1];
   p.blocks = reinterpret_cast<const char*>(blocks.typed_data());
   p.out = out->typed_data();
+  p.is_swiglu = is_swiglu;
   if (p.num_rows == 0 || p.num_out == 0) return ffi::Error::Success();
   p.x = quantize_for_int4(input, threads);
   const int64_t num_panels = ceil_div(p.num_out, kInt4Rows);
@@ -366,7 +386,7 @@ ffi::Error matmul_int4(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ff
     add_residual(optional(residual), p.out, p.num_out, first_out,
                  std::min<int64_t>(kInt4Rows, p.num_out - first_out), first_row, num_rows);
   };
-  share_panels(num_panels, num_panels * p.num_blocks * kInt4BlockBytes, p.num_rows, threads,
+  share_panels(num_panels, p.num_halves() * num_panels * p.num_blocks * kInt4BlockBytes, p.num_rows, threads,
                multiply_rows);
   return ffi::Error::Success();
 }
@@ -395,8 +415,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmul, matmul::matmul,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<bool>("quantizes_x")
                                   .Attr<int64_t>("hadamard_size")
-                                  .Attr<int64_t>("prologue")
-                                  .Attr<float>("norm_eps"));
+                                  .Attr<float>("norm_eps")
+                                  .Attr<bool>("is_swiglu"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmulInt4, matmul::matmul_int4,
                               ffi::Ffi::Bind()
@@ -406,5 +426,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmulInt4, matmul::matmul_int4,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("prologue")
-                                  .Attr<float>("norm_eps"));
+                                  .Attr<float>("norm_eps")
+                                  .Attr<bool>("is_swiglu"));

@@ -29,6 +29,7 @@ HEADERS = tuple(
         "matmul_cpu_hadamard.h",
         "matmul_cpu_input.h",
         "matmul_cpu_int4.h",
+        "matmul_cpu_output.h",
         "matmul_cpu_panel.h",
         "matmul_cpu_threads.h",
         "matmul_cpu_wide.h",
@@ -40,9 +41,6 @@ _WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8)
 # Of the blocks that `matmul_cpu_int4.h` describes.
 INT4_COLUMNS, INT4_ROWS, INT4_BLOCK_BYTES = 32, 16, 320
 
-# The numbers are those of Prologue in matmul_cpu_input.h.
-_NO_PROLOGUE, _RMS_NORM, _SWIGLU = range(3)
-
 _log = logging.getLogger(__name__)
 
 
@@ -51,8 +49,9 @@ class Fused:
     """What is done to the rows of x and of the result within a product.
 
     norm_weight: float32[in]; x / sqrt(mean of its squares + norm_eps) * norm_weight is multiplied.
-    is_swiglu: x is [N, 2 * in]; silu(first half) * second half is multiplied. Not both.
-    residual: float32[N, out], added to the result.
+    is_swiglu: of the product [N, out], an even number of columns, silu(first half) * second half
+        is the result, [N, out / 2].
+    residual: float32[N, out], added to the result. Not together with is_swiglu.
     """
 
     norm_weight: jax.Array | None = None
@@ -108,12 +107,12 @@ def matmul(
       target: of `register`, for another build than this machine's own.
 
     Returns:
-      float32[N, out].
+      float32[N, out], with fused.is_swiglu [N, out / 2].
 
     Raises:
       ValueError: shapes or dtypes do not fit each other; the message names them.
     """
-    if x.ndim != 2 or weight.ndim != 2 or _num_columns(x, fused) != weight.shape[1]:
+    if x.ndim != 2 or weight.ndim != 2 or not x.shape[1] or x.shape[1] != weight.shape[1]:
         raise ValueError(
             f"x {x.shape} and weight {weight.shape} do not fit: give [N, in] and [out, in]"
         )
@@ -138,7 +137,7 @@ def matmul(
         )
     call = jax.ffi.ffi_call(
         target or _target_name(),
-        jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32),
+        jax.ShapeDtypeStruct((x.shape[0], _num_results(weight.shape[0], fused)), jnp.float32),
         vmap_method="sequential",
     )
     return call(
@@ -169,48 +168,53 @@ def matmul_int4(
     Args:
       x: float32 or bfloat16 [N, 32 * B].
       blocks: uint8[ceil(num_out / 16), B, INT4_BLOCK_BYTES], as `matmul_cpu_int4.h` says.
-      num_out: rows of the weight.
+      num_out: rows of the weight; with fused.is_swiglu a multiple of 32.
       fused: what else is done on the way.
       target: of `register`, for another build than this machine's own.
 
     Returns:
-      float32[N, num_out].
+      float32[N, num_out], with fused.is_swiglu [N, num_out / 2].
 
     Raises:
       ValueError: shapes do not fit each other; the message names them.
     """
     num_panels = -(-num_out // INT4_ROWS)
-    num_columns = _num_columns(x, fused)
-    if x.ndim != 2 or not num_columns or num_columns % INT4_COLUMNS:
+    if x.ndim != 2 or not x.shape[1] or x.shape[1] % INT4_COLUMNS:
         raise ValueError(f"x has shape {x.shape}; give [N, a multiple of {INT4_COLUMNS}]")
-    wanted = (num_panels, num_columns // INT4_COLUMNS, INT4_BLOCK_BYTES)
+    wanted = (num_panels, x.shape[1] // INT4_COLUMNS, INT4_BLOCK_BYTES)
     if blocks.shape != wanted:
         raise ValueError(
             f"blocks has shape {blocks.shape}; for x {x.shape} and num_out={num_out} give {wanted}"
         )
+    if fused.is_swiglu and num_out % (2 * INT4_ROWS):
+        raise ValueError(
+            f"fused.is_swiglu: num_out={num_out}; give a multiple of {2 * INT4_ROWS}, so that "
+            "each half is whole blocks"
+        )
     call = jax.ffi.ffi_call(
         f"{target or _target_name()}_int4",
-        jax.ShapeDtypeStruct((x.shape[0], num_out), jnp.float32),
+        jax.ShapeDtypeStruct((x.shape[0], _num_results(num_out, fused)), jnp.float32),
         vmap_method="sequential",
     )
-    arrays = _fused_arrays(fused, x.shape[0], (num_out, num_columns))
+    arrays = _fused_arrays(fused, x.shape[0], (num_out, x.shape[1]))
     return call(x, blocks, *arrays, **_fused_attributes(fused))
 
 
-def _num_columns(x: jax.Array, fused: Fused) -> int | None:
-    """Columns that are multiplied; None where there are none, or no whole number."""
-    size = x.shape[-1]
-    if fused.is_swiglu:
-        return None if size % 2 else size // 2 or None
-    return size or None
+def _num_results(num_out: int, fused: Fused) -> int:
+    """Columns of the result of a product of num_out columns."""
+    if not fused.is_swiglu:
+        return num_out
+    if num_out % 2:
+        raise ValueError(f"fused.is_swiglu: the weight has {num_out} rows; give an even number")
+    if fused.residual is not None:
+        raise ValueError("fused: give residual or is_swiglu, not both")
+    return num_out // 2
 
 
 def _fused_arrays(
     fused: Fused, num_rows: int, weight_shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """norm_weight and residual as the kernel takes them: an empty array stands for none."""
-    if fused.is_swiglu and fused.norm_weight is not None:
-        raise ValueError("fused: give norm_weight or is_swiglu, not both")
     arrays = []
     for name, wanted in (
         ("norm_weight", weight_shape[1:]),
@@ -228,10 +232,7 @@ def _fused_arrays(
 
 
 def _fused_attributes(fused: Fused) -> dict[str, np.generic]:
-    prologue = _SWIGLU if fused.is_swiglu else _NO_PROLOGUE
-    if fused.norm_weight is not None:
-        prologue = _RMS_NORM
-    return {"prologue": np.int64(prologue), "norm_eps": np.float32(fused.norm_eps)}
+    return {"norm_eps": np.float32(fused.norm_eps), "is_swiglu": np.bool_(fused.is_swiglu)}
 
 
 def register(library: pathlib.Path, target: str) -> str:

@@ -1,4 +1,4 @@
-// The rows of x as they are multiplied: widened, normalised or gated on the way, then in int8.
+// The rows of x as they are multiplied: widened and normalised on the way, then in int8.
 
 #ifndef PALLAS_KERNELS_MATMUL_CPU_INPUT_H_
 #define PALLAS_KERNELS_MATMUL_CPU_INPUT_H_
@@ -9,27 +9,12 @@
 #include <limits>
 
 #include "matmul_cpu_hadamard.h"
+#include "matmul_cpu_output.h"
 #include "matmul_cpu_panel.h"
 
 namespace matmul {
 
 constexpr float kMaxInt8 = 127.0f;
-
-// What becomes of a row before it is multiplied. The numbers are those in matmul_cpu.py.
-enum class Prologue { kNone, kRmsNorm, kSwiglu };
-
-// A vector, of the numbers that are left where they are fewer than its lanes; zeros fill it up.
-inline Vec load_part(const float* from, int64_t count) {
-  if (count >= kLanes) return load(from);
-  Vec vec{};
-  std::memcpy(&vec, from, count * sizeof(float));
-  return vec;
-}
-
-inline void store_part(float* to, int64_t count, Vec vec) {
-  if (count >= kLanes) return store(to, vec);
-  std::memcpy(to, &vec, count * sizeof(float));
-}
 
 // x / sqrt(mean of squares + eps) * weight. `to` may be x.
 inline void normalize(const float* x, const float* weight, float eps, int64_t size, float* to) {
@@ -45,42 +30,28 @@ inline void normalize(const float* x, const float* weight, float eps, int64_t si
   }
 }
 
-// silu(gate) * up of a row [2 * size], gate first. `to` may be the row.
-inline void apply_swiglu(const float* row, int64_t size, float* to) {
-  for (int64_t i = 0; i < size; i += kLanes) {
-    const Vec gate = load_part(row + i, size - i), up = load_part(row + size + i, size - i);
-    // Of numbers up to 0 the exponential cannot overflow.
-    const Vec decay = paged_attention::exp_of(gate < 0.0f ? gate : -gate);
-    const Vec sigmoid = (gate < 0.0f ? decay : Vec{} + 1.0f) / (decay + 1.0f);
-    store_part(to + i, size - i, gate * sigmoid * up);
-  }
-}
-
 struct Input {
-  const void* x;  // [num_rows, stored_size()], float32 or bfloat16
+  const void* x;  // [num_rows, size], float32 or bfloat16
   bool is_bfloat16;
-  int64_t num_rows, size;  // as multiplied
-  Prologue prologue;
-  const float* norm_weight;  // [size], for kRmsNorm
+  int64_t num_rows, size;
+  const float* norm_weight;  // [size], or null: not normalised
   float norm_eps;
 
-  int64_t stored_size() const { return prologue == Prologue::kSwiglu ? 2 * size : size; }
-  bool is_in_place() const { return !is_bfloat16 && prologue == Prologue::kNone; }
+  bool is_in_place() const { return !is_bfloat16 && norm_weight == nullptr; }
 
-  // Row `index` as float32 [size], in place or in `memory`, [stored_size()].
+  // Row `index` as float32 [size], in place or in `memory`, [size].
   const float* row(int64_t index, float* memory) const {
-    const int64_t first = index * stored_size();
+    const int64_t first = index * size;
     const float* from = static_cast<const float*>(x) + first;
     if (is_in_place()) return from;
     if (is_bfloat16) {
       const uint16_t* narrow = static_cast<const uint16_t*>(x) + first;
-      for (int64_t i = 0; i < stored_size(); ++i) {
+      for (int64_t i = 0; i < size; ++i) {
         memory[i] = bits_of<float>(static_cast<uint32_t>(narrow[i]) << 16);
       }
       from = memory;
     }
-    if (prologue == Prologue::kRmsNorm) normalize(from, norm_weight, norm_eps, size, memory);
-    if (prologue == Prologue::kSwiglu) apply_swiglu(from, size, memory);
+    if (norm_weight) normalize(from, norm_weight, norm_eps, size, memory);
     return memory;
   }
 };

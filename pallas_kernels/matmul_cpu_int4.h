@@ -18,6 +18,7 @@
 #include <cmath>
 #include <limits>
 
+#include "matmul_cpu_output.h"
 #include "matmul_cpu_panel.h"
 
 namespace matmul {
@@ -101,9 +102,14 @@ inline void quantize_columns(const float* x, int8_t* values, float* scale, float
 
 struct Int4Product {
   Int4Input x;
-  const char* blocks;  // [ceil(num_out / 16), num_blocks, kInt4BlockBytes]
-  float* out;          // [num_rows, num_out]
+  // [ceil(num_out / 16), num_blocks, kInt4BlockBytes]; is_swiglu: as many again, which the first
+  // ones gate.
+  const char* blocks;
+  float* out;  // [num_rows, num_out]
   int64_t num_rows, num_out, num_blocks;
+  bool is_swiglu;
+
+  int num_halves() const { return is_swiglu ? 2 : 1; }
 };
 
 // The results of kRows rows of x and of kLanes rows of the weight, those from `lane` on.
@@ -154,15 +160,22 @@ void multiply_int4_rows(int rows, const Int4Product& p, int64_t panel, int64_t r
   if constexpr (kRows > 1) {
     if (rows < kRows) return multiply_int4_rows<kRows - 1>(rows, p, panel, row);
   }
-  const char* block = p.blocks + panel * p.num_blocks * kInt4BlockBytes;
+  const int64_t panel_bytes = p.num_blocks * kInt4BlockBytes;
+  const char* block = p.blocks + panel * panel_bytes;
+  const int64_t half_bytes = (p.num_out + kInt4Rows - 1) / kInt4Rows * panel_bytes;
   for (int lane = 0; lane < kInt4Rows; lane += kLanes) {
     const int64_t first_out = panel * kInt4Rows + lane;
     const int64_t count = std::min<int64_t>(kLanes, p.num_out - first_out);
     if (count <= 0) return;
     Vec sums[kRows];
     multiply_int4_tile<kRows>(p, block, lane, row, sums);
+    if (p.is_swiglu) {
+      Vec gated[kRows];
+      multiply_int4_tile<kRows>(p, block + half_bytes, lane, row, gated);
+      for (int i = 0; i < kRows; ++i) sums[i] = swiglu(sums[i], gated[i]);
+    }
     for (int i = 0; i < kRows; ++i) {
-      std::memcpy(p.out + (row + i) * p.num_out + first_out, &sums[i], count * sizeof(float));
+      store_part(p.out + (row + i) * p.num_out + first_out, count, sums[i]);
     }
   }
 }

@@ -120,18 +120,22 @@ inline IntVec multiply_add_int8(IntVec sum, IntVec weight, IntVec x) {
 // What a word of the panel and one of x add to a sum.
 struct FloatProduct {
   using Sum = Vec;
+  static Vec prepare(Vec weight) { return weight; }
   static Vec add(Vec sum, Vec weight, Vec x) { return sum + weight * x; }
 };
 
 struct Int8Product {
   using Sum = IntVec;
+  static IntVec prepare(IntVec weight) {
+    return kWeightOffset ? weight ^ splat(0x80808080) : weight;
+  }
   static IntVec add(IntVec sum, IntVec weight, IntVec x) {
     return multiply_add_int8(sum, weight, x);
   }
 };
 
 // How the weight's words stand in a panel.
-struct FloatWords {  // as they are
+struct WholeWords {  // as they are
   static constexpr int kNumbers = 1;
   static void put(IntVec word, int32_t* panel) { store_words(panel, word); }
 };
@@ -157,9 +161,7 @@ struct WidenedInt8Words {  // each becomes four words, float32
 
 struct Int8Words {  // of four int8, to be multiplied so
   static constexpr int kNumbers = 1;
-  static void put(IntVec word, int32_t* panel) {
-    store_words(panel, kWeightOffset ? word ^ splat(0x80808080) : word);
-  }
+  static void put(IntVec word, int32_t* panel) { store_words(panel, Int8Product::prepare(word)); }
 };
 
 // A range of a weight's rows, each of row_bytes, one after another.

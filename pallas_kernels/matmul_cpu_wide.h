@@ -52,9 +52,9 @@ void multiply_wide_tile(const char* weight, int64_t row_bytes, const int32_t* pa
       for (int i = 0; i < kRows; ++i) {
         int32_t factor;
         std::memcpy(&factor, weight + i * row_bytes + word * kWordBytes, sizeof factor);
-        const Sum factors = splat_word<Sum>(&factor);
+        const Sum factors = Product::prepare(splat_word<Sum>(&factor));
 #pragma GCC unroll 2
-        for (int j = 0; j < kVecs; ++j) tile[i][j] = Product::add(tile[i][j], x[j], factors);
+        for (int j = 0; j < kVecs; ++j) tile[i][j] = Product::add(tile[i][j], factors, x[j]);
       }
     }
   }
@@ -90,46 +90,17 @@ void multiply_group(const Rows& weight, const int32_t* panel, int num_x_rows, in
   }
 }
 
-// sums[i] of each row's numbers, int8 as multiply_add_int8 takes them where kWeightOffset is not 0.
-inline void sum_rows(const Rows& rows, int32_t* sums) {
-  const int64_t whole = rows.row_bytes / sizeof(IntVec) * sizeof(IntVec);
-  for (int first = 0; first < rows.count; first += kLanes) {
-    const int count = std::min(kLanes, rows.count - first);
-    Vec square[kLanes] = {};
-    for (int i = 0; i < count; ++i) {
-      const char* row = rows.first + (first + i) * rows.row_bytes;
-      IntVec sum{};
-      for (int64_t at = 0; at < whole; at += sizeof sum) {
-        IntVec words;
-        std::memcpy(&words, row + at, sizeof words);
-        sum = multiply_add_int8(sum, splat(0x01010101), words);
-      }
-      if (whole < rows.row_bytes) {
-        IntVec words{};
-        std::memcpy(&words, row + whole, rows.row_bytes - whole);
-        sum = multiply_add_int8(sum, splat(0x01010101), words);
-      }
-      square[i] = bits_of<Vec>(sum);
-    }
-    transpose(square);  // A row's parts lie in one lane after this.
-    IntVec total{};
-    for (const Vec& part : square) total += bits_of<IntVec>(part);
-    std::memcpy(sums + first, &total, count * sizeof(int32_t));
-  }
-}
-
 // A square of the sums above as floats that stand in the output's order: of kLanes rows of x, from
-// x_row of the panel on, each with kLanes of the weight's, from out_row of the group on.
-// `offsets` are subtracted from a weight row's integers.
+// x_row of the panel on, each with kLanes of the weight's, from out_row of the group on. An int8
+// sum is too large by its row's `offsets`, [kLanes].
 template <bool is_int8>
-void turn_sums(const int32_t* sums, int out_row, int x_row, const int32_t* offsets,
+void turn_sums(const int32_t* sums, int out_row, int x_row, const IntVec& offsets,
                Vec (&square)[kLanes]) {
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; ++i) {
     const int32_t* from = sums + (out_row + i) * kPanelRows + x_row;
     if constexpr (is_int8) {
-      const IntVec exact = load_words<IntVec>(from) - splat(offsets[out_row + i]);
-      square[i] = __builtin_convertvector(exact, Vec);
+      square[i] = __builtin_convertvector(load_words<IntVec>(from) - offsets, Vec);
     } else {
       square[i] = load_words<Vec>(from);
     }

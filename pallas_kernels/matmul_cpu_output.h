@@ -1,0 +1,54 @@
+// What becomes of the sums of a product on their way out, in vectors of a row.
+
+#ifndef PALLAS_KERNELS_MATMUL_CPU_OUTPUT_H_
+#define PALLAS_KERNELS_MATMUL_CPU_OUTPUT_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "attention_cpu_math.h"
+
+namespace matmul {
+
+using paged_attention::kLanes;
+using paged_attention::load;
+using paged_attention::store;
+using paged_attention::Vec;
+
+// A vector, of the numbers that are left where they are fewer than its lanes; zeros fill it up.
+inline Vec load_part(const float* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  Vec vec{};
+  std::memcpy(&vec, from, count * sizeof(float));
+  return vec;
+}
+
+inline void store_part(float* to, int64_t count, Vec vec) {
+  if (count >= kLanes) return store(to, vec);
+  std::memcpy(to, &vec, count * sizeof(float));
+}
+
+// silu(gate) * up.
+inline Vec swiglu(Vec gate, Vec up) {
+  // Of numbers up to 0 the exponential cannot overflow.
+  const Vec decay = paged_attention::exp_of(gate < 0.0f ? gate : -gate);
+  const Vec sigmoid = (gate < 0.0f ? decay : Vec{} + 1.0f) / (decay + 1.0f);
+  return gate * sigmoid * up;
+}
+
+// Adds the residual [num_rows, num_out], if there is one, to what was written of some rows and
+// columns of the output. Apart from the writing, which some forms of the product would round
+// together with the sum.
+inline void add_residual(const float* residual, float* out, int64_t num_out, int64_t first_out,
+                         int64_t count, int64_t first_row, int64_t num_rows) {
+  if (residual == nullptr) return;
+  asm volatile("" ::: "memory");
+  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
+    const int64_t at = row * num_out + first_out;
+    for (int64_t i = 0; i < count; ++i) out[at + i] += residual[at + i];
+  }
+}
+
+}  // namespace matmul
+
+#endif  // PALLAS_KERNELS_MATMUL_CPU_OUTPUT_H_

@@ -43,6 +43,7 @@ namespace matmul {
 namespace {
 
 constexpr int64_t kMaxRows = 256;  // of x in one item: its sums stay in the second level of cache
+constexpr int64_t kFewRows = 64;   // of x
 
 // A thread's own memory, kept between calls; `Use` tells apart what is alive at the same time.
 template <class Use>
@@ -145,16 +146,16 @@ void share_panels(int64_t num_panels, int64_t weight_bytes, int64_t num_rows,
   const int64_t rows_each =
       round_up(ceil_div(num_rows, ceil_div(num_rows, kMaxRows)), kPanelRows);
   const int64_t row_blocks = ceil_div(num_rows, rows_each);
-  // Neighbouring panels together, which memory serves best, and enough pieces to share them out.
-  constexpr int64_t kPiecesPerThread = 4;
-  const int64_t pieces = std::max<int64_t>(1, threads.num_threads()) * kPiecesPerThread;
-  const int64_t panels_each = std::max<int64_t>(1, num_panels * row_blocks / pieces);
-  const int64_t groups = ceil_div(num_panels, panels_each);
+  // Neighbouring panels together, which memory serves best, and most where reading the weight is
+  // what takes the time; and enough pieces to share them out.
+  const int64_t pieces_each = num_rows <= kFewRows ? 2 : 4;
+  const int64_t pieces = std::max<int64_t>(1, threads.num_threads()) * pieces_each;
+  const int64_t groups = std::min(num_panels, ceil_div(pieces, row_blocks));
   const int64_t bytes = weight_bytes * (1 + num_rows / 8);
   for_each_item(row_blocks * groups, threads_for(bytes), threads, [&](int64_t item) {
     const int64_t first_row = item / groups * rows_each;
-    const int64_t end = std::min(item % groups * panels_each + panels_each, num_panels);
-    for (int64_t panel = item % groups * panels_each; panel < end; ++panel) {
+    const int64_t group = item % groups, end = (group + 1) * num_panels / groups;
+    for (int64_t panel = group * num_panels / groups; panel < end; ++panel) {
       work(panel, first_row, std::min(rows_each, num_rows - first_row));
     }
   });

@@ -178,8 +178,10 @@ def _kernel(
         plgpu.barrier_wait(arrived.at[stage])
         chunk_keys, chunk_values = keys.at[stage], values.at[stage]
         if spec.widens:
-            _share_out(warpgroup, spec, 0, lambda: widen(spec, keys.at[stage], wide_keys))
-            _share_out(warpgroup, spec, 1, lambda: widen(spec, values.at[stage], wide_values))
+            _share_out(warpgroup, spec, 0, lambda: widen(spec, keys.at[stage], wide_keys, place))
+            _share_out(
+                warpgroup, spec, 1, lambda: widen(spec, values.at[stage], wide_values, place)
+            )
             plgpu.barrier_arrive(consumed.at[stage])
             chunk_keys, chunk_values = wide_keys, wide_values
         is_edge = (position < place.low) | (position + CHUNK_TOKENS > place.high)

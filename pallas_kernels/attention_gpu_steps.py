@@ -262,7 +262,7 @@ def clean_values(values: Any, place: Place, position: jax.Array) -> None:
         piece[...] = jnp.where(is_seen, held, jnp.zeros_like(held))
 
 
-def widen(spec: GpuSpec, narrow: Any, wide: Any) -> None:
+def widen(spec: GpuSpec, narrow: Any, wide: Any, place: Place) -> None:
     """Copies a chunk [64, width] of 8 bits in shared memory to one of 16, where it is exact."""
     layouts = plgpu.Layout
     # Eight numbers side by side a thread are the fewest loads; four take fewer registers.
@@ -274,12 +274,15 @@ def widen(spec: GpuSpec, narrow: Any, wide: Any) -> None:
         wide.at[:, columns][...] = held.astype(spec.compute_dtype)
 
     num_pieces = spec.width // TILE_COLUMNS
-    if num_pieces <= 2:
+    if spec.is_turned and num_pieces <= 2 and jnp.dtype(spec.pool_dtype) != jnp.int8:
         for index in range(num_pieces):
             widen_piece(index * TILE_COLUMNS)
         return
+    # A loop, lest the addresses of all pieces are kept in registers, and for int8 a copy of a
+    # constant for each number. No tile ends before token 0: the compiler does not know, and so
+    # does not unroll what would then take more registers than there are.
+    end = num_pieces + jnp.minimum(place.high, 0)
 
-    # A loop, lest the addresses of all pieces are kept in registers.
-    @pl.loop(0, num_pieces)
+    @pl.loop(0, end)
     def _piece(index):
         widen_piece(pl.multiple_of(index * TILE_COLUMNS, TILE_COLUMNS))

@@ -286,7 +286,6 @@ def check_entry(topology: str, name: str) -> tpu_aot.Outcome:
             _gpu_compiler(topology),
             entry.make_program,
             max_temporary_bytes=entry.max_temporary_bytes,
-            max_spill_bytes=entry.max_spill_bytes,
             programs_each=entry.programs_each,
         )
     return tpu_aot.check(

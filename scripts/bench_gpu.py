@@ -12,25 +12,25 @@ kernels interpreted where there is no GPU: a test of the script.
    own paged attention and the XLA path.
 3. The engine, end to end, with a random Llama-3-8B in bfloat16.
 
-The last line is one JSON object, also written to --output.
+Everything is measured in a second process, which is ended and replaced when a measurement hangs
+or takes the device down with it; tracebacks go to standard error. The last line is one JSON
+object. The file of --output has it from the first result on, and is written anew after each.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import bench_gpu_engine
-import jax
-import jax.numpy as jnp
-import numpy as np
+import bench_gpu_measures as measures
 from absl import app, flags
-from bench_gpu_cases import CONFORMANCE, SMOKE_CASES, TIMED, Case, make_arrays
-
-from pallas_kernels import gpu_runtime, ragged_paged_attention
+from bench_gpu_cases import CONFORMANCE, SMOKE_CASES, TIMED, Case
+from bench_gpu_process import Worker
 
 OUTPUT = flags.DEFINE_string("output", "", "File for the JSON object; none if empty.")
 SECONDS = flags.DEFINE_float(
@@ -38,71 +38,144 @@ SECONDS = flags.DEFINE_float(
 )
 SMOKE = flags.DEFINE_bool("smoke", False, "Tiny shapes, to test the script anywhere.")
 ENGINE = flags.DEFINE_bool("engine", True, "Whether to run the engine too.")
+MOST_SECONDS = flags.DEFINE_float(
+    "most_seconds", 75.0, "Of one measurement, the start of its process and compilation among them."
+)
 REPEATS = flags.DEFINE_integer("repeats", 8, "Timings of each program; the least counts.")
 
-# Of bfloat16 outputs: 8 bits of digits, and weights that are rounded to 8 bits too.
-MAX_RELATIVE_ERROR = 6e-3
-CALLS_A_PROGRAM = 16
+COPIED_NUMBERS = 2**30
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments {argv[1:]}")
-    reason = gpu_runtime.missing_reason() or gpu_runtime.device_reason()
-    if reason is not None and not SMOKE.value:
-        raise app.UsageError(f"{reason}; --smoke tests the script without a GPU")
-    clock = Clock(SECONDS.value)
-    device = jax.local_devices()[0]
-    report: dict[str, Any] = dict(
-        date=time.strftime("%Y-%m-%d"), device=device.device_kind, jax=jax.__version__
-    )
-    report["conformance"] = [
-        clock.run(case.name, lambda case=case: check_conformance(case), share=0.35)
-        for case in (SMOKE_CASES if SMOKE.value else CONFORMANCE)
-    ]
-    copy = clock.run("copy", copy_bandwidth)
-    report["copy"] = copy
-    copied = copy.get("bytes_per_second", 1.0)
-    report["timed"] = [
-        clock.run(case.name, lambda case=case: time_case(case, copied), share=0.75)
-        for case in (SMOKE_CASES[:1] if SMOKE.value else TIMED)
-    ]
-    if ENGINE.value:
-        report["engine"] = clock.run("engine", lambda: bench_gpu_engine.run(is_tiny=SMOKE.value))
-    report["seconds"] = round(clock.elapsed, 1)
-    line = json.dumps(report)
-    if OUTPUT.value:
-        with open(OUTPUT.value, "w") as file:
-            file.write(line + "\n")
-    print(line)
-    wrong = [r["name"] for r in report["conformance"] if not r.get("is_right", False)]
+    # As an error, so that the measuring process is ended too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    with Worker(measures.device_answers) as worker:
+        bench = Bench(
+            worker,
+            seconds=SECONDS.value,
+            most_seconds=MOST_SECONDS.value,
+            output=OUTPUT.value,
+        )
+        bench.run("device", bench.report, measures.device)
+        reason = bench.report.get("error") or bench.report.get("no_kernels")
+        if reason is not None and not SMOKE.value:
+            raise app.UsageError(f"{reason}; --smoke tests the script without a GPU")
+        try:
+            measure_all(bench)
+        finally:
+            print(bench.save(), flush=True)
+    checked = bench.report["conformance"]
+    wrong = [result["name"] for result in checked if not result.get("is_right", False)]
     if wrong:
         raise SystemExit(f"wrong or not checked: {', '.join(wrong)}")
 
 
-class Clock:
-    """Runs measurements until the time is up; an error in one spoils no other."""
+def measure_all(bench: Bench) -> None:
+    """The three parts, into the report."""
+    report = bench.report
+    report["conformance"] = []
+    for case in SMOKE_CASES if SMOKE.value else CONFORMANCE:
+        result = dict(name=case.name)
+        report["conformance"].append(result)
+        bench.run(case.name, result, measures.check_conformance, case, share=0.35)
+    report["copy"] = {}
+    num_copied = 2**20 if SMOKE.value else COPIED_NUMBERS
+    bench.run("copy", report["copy"], measures.copy_bandwidth, num_copied, REPEATS.value)
+    report["timed"] = []
+    time_all(bench, SMOKE_CASES[:1] if SMOKE.value else TIMED)
+    if ENGINE.value:
+        bench.worker.stop()  # The next one has all of the device's memory.
+        report["engine"] = {}
+        bench.run("engine", report["engine"], measures.run_engine, SMOKE.value, is_long=True)
 
-    def __init__(self, seconds: float):
-        self._start, self._seconds = time.perf_counter(), seconds
+
+def time_all(bench: Bench, cases: Sequence[Case]) -> None:
+    """Ours of all cases first: what it is compared with comes if there is time."""
+    results: list[dict[str, Any]] = bench.report["timed"]
+    results += [dict(name=case.name, kv_bytes=case.kv_bytes, flops=case.flops) for case in cases]
+    for implementation in measures.IMPLEMENTATIONS:
+        if implementation == "jax" and "no_kernels" in bench.report:
+            continue  # It cannot be interpreted.
+        for case, result in zip(cases, results, strict=True):
+            if not measures.takes(implementation, case):
+                continue
+            # By the implementation's name, lest one's error stand beside another's seconds.
+            found = result[implementation] = {}
+            bench.run(
+                f"{case.name}: {implementation}",
+                found,
+                measures.time_attention,
+                implementation,
+                case,
+                REPEATS.value,
+                share=0.75,
+            )
+            if "seconds" in found:
+                more = rates(case, found["seconds"], bench.report["copy"])
+                found.update(more)
+                print(f"{'':10s}{_words(more)}", flush=True)
+
+
+def rates(case: Case, seconds: float, copy: dict[str, Any]) -> dict[str, float]:
+    """What a layer's seconds come to, beside the copy's if that is known."""
+    bandwidth = case.kv_bytes / seconds
+    found = dict(kv_bytes_per_second=bandwidth, flops_per_second=case.flops / seconds)
+    if "bytes_per_second" in copy:
+        found["share_of_copy"] = bandwidth / copy["bytes_per_second"]
+    return found
+
+
+class Bench:
+    """Runs measurements until the time is up, and keeps what is known after each."""
+
+    def __init__(self, worker: Worker, *, seconds: float, most_seconds: float, output: str):
+        self.worker = worker
+        self.report: dict[str, Any] = dict(date=time.strftime("%Y-%m-%d"))
+        self._start, self._output = time.monotonic(), output
+        self._seconds, self._most_seconds = seconds, most_seconds
 
     @property
     def elapsed(self) -> float:
-        return time.perf_counter() - self._start
+        return time.monotonic() - self._start
 
     def run(
-        self, name: str, measure: Callable[[], dict[str, Any]], share: float = 1.0
-    ) -> dict[str, Any]:
-        """The measurement's result, or why there is none; it begins within a share of the time."""
+        self,
+        name: str,
+        result: dict[str, Any],
+        measure: Callable[..., Any],
+        *args: Any,
+        share: float = 1.0,
+        is_long: bool = False,
+    ) -> None:
+        """Puts into `result`, which stands in the report, what measure(*args) finds, bit by bit,
+        or why there is nothing: an error, or no time. It begins within a share of the time, and
+        is ended at the time's end, or unless it is long when it takes more than `most_seconds`."""
+        found: dict[str, Any] = {}
         if self.elapsed > share * self._seconds:
-            result: dict[str, Any] = dict(left_out="no time was left")
+            parts = iter([dict(left_out="no time was left")])
         else:
-            try:
-                result = measure()
-            except Exception as error:  # Such as memory that does not suffice.
-                result = dict(error=f"{type(error).__name__}: {str(error)[:300]}")
-        print(f"{self.elapsed:6.1f} s  {name:40s} {_words(result)}", flush=True)
-        return dict(name=name, **result)
+            seconds = self._seconds - self.elapsed
+            if not is_long:
+                seconds = min(seconds, self._most_seconds)
+            parts = self.worker.results(measure, args, seconds)
+        for part in parts:
+            found |= part
+            result.update(part)
+            self.save()
+        print(f"{self.elapsed:6.1f} s  {name:40s} {_words(found)}", flush=True)
+
+    def save(self) -> str:
+        """The report as one line, which is also put into the file, in one piece."""
+        self.report["seconds"] = round(self.elapsed, 1)
+        line = json.dumps(self.report)
+        if self._output:
+            part = f"{self._output}.part"
+            with open(part, "w") as file:
+                file.write(line + "\n")
+            os.replace(part, self._output)
+        return line
 
 
 def _words(result: dict[str, Any]) -> str:
@@ -110,118 +183,6 @@ def _words(result: dict[str, Any]) -> str:
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     return "  ".join(f"{key} {word(value)}" for key, value in result.items())
-
-
-def check_conformance(case: Case) -> dict[str, Any]:
-    """The largest relative error of a row, kernels against XLA in float32."""
-    arrays, options = make_arrays(case, num_pools=1)
-    q, (pool,), batch = arrays
-
-    def attend(q, pool, batch, implementation):
-        return ragged_paged_attention(
-            q, pool, *batch, **options, implementation=implementation, decode_only=case.is_decode
-        )
-
-    out = jax.jit(attend, static_argnums=3)(q, pool, batch, "gpu")
-    wide = q.astype(jnp.float32)
-    # The other pool is as exact; a float32 one of 8-bit numbers would not fit everywhere.
-    exact_pool = pool if case.is_scaled else pool.astype(jnp.float32)
-    expected = jax.jit(attend, static_argnums=3)(wide, exact_pool, batch, "xla")
-    out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
-    sizes = np.linalg.norm(expected, axis=-1)
-    errors = np.linalg.norm(out - expected, axis=-1) / np.maximum(sizes, 1e-6)
-    error = float(errors.max())
-    return dict(relative_error=error, is_right=bool(error < MAX_RELATIVE_ERROR))
-
-
-def copy_bandwidth() -> dict[str, Any]:
-    """Bytes read and written a second by a copy that is much larger than any cache."""
-    array = jnp.ones(2**20 if SMOKE.value else 2**30, jnp.bfloat16)
-    seconds = least_seconds(jax.jit(jnp.negative), array)
-    return dict(bytes_per_second=2 * array.nbytes / seconds)
-
-
-def time_case(case: Case, copy_bytes_per_second: float) -> dict[str, Any]:
-    """Seconds of one layer's attention by each implementation, and what they come to."""
-    arrays, options = make_arrays(case, num_pools=2)
-    result: dict[str, Any] = dict(kv_bytes=case.kv_bytes, flops=case.flops)
-    for implementation in ("gpu", "xla", "jax"):
-        try:
-            seconds = _time_implementation(implementation, case, arrays, options)
-        except Exception as error:
-            result[f"{implementation}_error"] = f"{type(error).__name__}: {str(error)[:200]}"
-            continue
-        if seconds is not None:
-            result[f"{implementation}_seconds"] = seconds
-    if "gpu_seconds" in result:
-        bandwidth = case.kv_bytes / result["gpu_seconds"]
-        result["gpu_kv_bytes_per_second"] = bandwidth
-        result["gpu_share_of_copy"] = bandwidth / copy_bytes_per_second
-        result["gpu_flops_per_second"] = case.flops / result["gpu_seconds"]
-    return result
-
-
-def _time_implementation(
-    implementation: str, case: Case, arrays: Any, options: dict[str, Any]
-) -> float | None:
-    q, pools, batch = arrays
-    if implementation == "jax":
-        return _time_jax(case, arrays, options)
-    if implementation == "xla" and not case.with_xla:
-        return None
-    # XLA's path may take many times as long.
-    calls = 2 if implementation == "xla" else CALLS_A_PROGRAM
-
-    def attend(q, pool, batch):
-        return ragged_paged_attention(
-            q, pool, *batch, **options, implementation=implementation, decode_only=case.is_decode
-        )
-
-    return least_seconds(jax.jit(_repeated(attend, calls)), q, pools, batch) / calls
-
-
-def _time_jax(case: Case, arrays: Any, options: dict[str, Any]) -> float | None:
-    """Of jax's own kernel, which takes decodes; it has keys and values in pools of their own."""
-    q, pools, batch = arrays
-    if not case.is_decode or case.is_scaled:
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention
-
-    heads = pools[0].shape[1] // 2
-    halves = [
-        tuple(half.swapaxes(0, 1) for half in (pool[:, :heads], pool[:, heads:])) for pool in pools
-    ]
-
-    def attend(q, pool, batch):
-        return paged_attention(q * options["scale"], *pool, batch[1], batch[0])
-
-    program = jax.jit(_repeated(attend, CALLS_A_PROGRAM))
-    return least_seconds(program, q, halves, batch) / CALLS_A_PROGRAM
-
-
-def _repeated(attend: Callable[..., jax.Array], calls: int) -> Callable[..., jax.Array]:
-    """As many layers in one program, one after the other, each over another pool than the last."""
-
-    def layers(q: jax.Array, pools: Any, batch: Any) -> jax.Array:
-        for layer in range(calls):
-            out = attend(q, pools[layer % len(pools)], batch)
-            q = (0.5 * q + 0.5 * out).astype(q.dtype)
-        return q
-
-    return layers
-
-
-def least_seconds(function: Callable[..., Any], *args: Any) -> float:
-    """Of a compiled call, the least of some, after one that warms up."""
-    jax.block_until_ready(function(*args))
-    times = []
-    for _ in range(REPEATS.value):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*args))
-        times.append(time.perf_counter() - start)
-    return min(times)
 
 
 if __name__ == "__main__":

@@ -126,14 +126,12 @@ def check(
     make_program: Callable[[], tpu_aot.Program],
     *,
     max_temporary_bytes: int | None = None,
-    max_spill_bytes: int = 0,
     programs_each: int = 1,
     needs_kernel: bool = True,
 ) -> tpu_aot.Outcome:
     """As `tpu_aot.check`, and judges the kernels' code.
 
     Args:
-      max_spill_bytes: of a thread.
       programs_each: of the attention kernel, whose registers must fit a multiprocessor at once.
       needs_kernel: whether there must be a kernel, with HGMMA, that loads by TMA.
     """
@@ -145,24 +143,17 @@ def check(
     made = outcome.compilation
     if outcome.status != "compiled" or not isinstance(made, Compilation):
         return outcome
-    reason = fault(
-        made,
-        max_spill_bytes=max_spill_bytes,
-        programs_each=programs_each,
-        needs_kernel=needs_kernel,
-    )
+    reason = fault(made, programs_each=programs_each, needs_kernel=needs_kernel)
     return dataclasses.replace(outcome, status="failed", reason=reason) if reason else outcome
 
 
-def fault(
-    made: Compilation, *, max_spill_bytes: int, programs_each: int, needs_kernel: bool
-) -> str:
+def fault(made: Compilation, *, programs_each: int, needs_kernel: bool) -> str:
     """What is wrong with the kernels' code, or ""."""
     if made.vmem_bytes > MAX_SHARED_BYTES:
         return f"a kernel takes {made.vmem_bytes} bytes of shared memory"
     for kernel in made.kernels:
-        if kernel.spill_bytes > max_spill_bytes:
-            return f"{kernel.name} spills {kernel.spill_bytes} bytes, more than {max_spill_bytes}"
+        if kernel.spill_bytes:
+            return f"{kernel.name} spills {kernel.spill_bytes} bytes a thread"
         is_attention = "merge" not in kernel.name
         programs = programs_each if is_attention else 1
         if programs * kernel.threads * kernel.registers > REGISTERS:

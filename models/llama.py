@@ -14,13 +14,14 @@ from jax import lax
 
 from paged_jax.models import layers
 from paged_jax.models.config import ModelConfig
+from paged_jax.models.heads import ProjectedHeads
 from paged_jax.models.params import ParamSpec, TensorSpec
 
 # The name that a Hugging Face config.json gives in its field "architectures".
 HF_ARCHITECTURE = "LlamaForCausalLM"
 
-# (q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D], cache) -> (out[T, Hq, D], cache)
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# (heads of T tokens, cache) -> (out[T, Hq, D], cache)
+Attend = Callable[[ProjectedHeads, Any], tuple[jax.Array, Any]]
 
 
 @flax.struct.dataclass
@@ -130,9 +131,8 @@ def forward(
         token_ids: int32[T], each in [0, vocab_size).
         positions: int32[T], each token's place in its own sequence.
         caches: one entry per layer, passed to attend and returned from it unseen.
-        attend: (q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D], cache) -> (out[T, Hq, D], cache);
-            q and k arrive rotated, in the model's dtype, and under tensor_axis only this device's
-            heads.
+        attend: (heads, cache) -> (out[T, Hq, D], cache); heads come in the model's dtype, not
+            rotated yet, and under tensor_axis only this device's.
         tensor_axis: name of the mapped axis that tensor parallelism sums over; None without it.
     Returns:
         hidden: [T, E] in the model's dtype, equal on every device; and the new caches.
@@ -151,11 +151,12 @@ def forward(
 
     @jax.jit  # All layers are alike: traced once, unrolled by the compiler.
     def decode_layer(layer: LlamaLayer, hidden: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        q, k, v = _project_qkv(hidden, layer, cos, sin, config)
-        attended, cache = attend(q, k, v, cache)
-        attended = attended.reshape(hidden.shape[0], -1).astype(hidden.dtype)
+        num_rows, eps = hidden.shape[0], config.rms_norm_eps
+        rows = layers.norm_linear(hidden, layer.attn_norm, layer.qkv, eps)
+        rows = rows.reshape(num_rows, -1, config.queries_per_kv_head + 2, config.head_dim)
+        attended, cache = attend(ProjectedHeads(rows, cos, sin), cache)
+        attended = attended.reshape(num_rows, -1).astype(hidden.dtype)
         hidden = layers.add_linear(hidden, attended, layer.out, tensor_axis)
-        eps = config.rms_norm_eps
         gated = layers.norm_swiglu_linear(hidden, layer.mlp_norm, layer.gate_up, eps)
         return layers.add_linear(hidden, gated, layer.down, tensor_axis), cache
 
@@ -164,23 +165,6 @@ def forward(
         hidden, cache = decode_layer(layer, hidden, cache)
         new_caches.append(cache)
     return layers.rms_norm(hidden, params.final_norm, config.rms_norm_eps), tuple(new_caches)
-
-
-def _project_qkv(
-    hidden: jax.Array, layer: LlamaLayer, cos: jax.Array, sin: jax.Array, config: ModelConfig
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D] of hidden[T, E], normalised first; q and k rotated.
-    The local heads under tensor_axis.
-    """
-    num_queries = config.queries_per_kv_head
-    fused = layers.norm_linear(hidden, layer.attn_norm, layer.qkv, config.rms_norm_eps)
-    grouped = fused.reshape(hidden.shape[0], -1, num_queries + 2, config.head_dim)
-    # Each group's queries and its key in one operation, which is less to compile than two.
-    turned = grouped[:, :, : num_queries + 1].reshape(hidden.shape[0], -1, config.head_dim)
-    turned = layers.apply_rope(turned, cos, sin)
-    turned = turned.reshape(hidden.shape[0], -1, num_queries + 1, config.head_dim)
-    q = turned[:, :, :num_queries].reshape(hidden.shape[0], -1, config.head_dim)
-    return q, turned[:, :, num_queries], grouped[:, :, num_queries + 1]
 
 
 def logits(

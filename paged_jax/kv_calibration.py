@@ -122,8 +122,9 @@ def _watch_channels(
     num_texts, num_tokens = token_ids.shape
     causal = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
 
-    def attend(q, k, v, _):
+    def attend(heads, _):
         """Dense causal attention within each text; what it has seen is its cache."""
+        q, k, v = heads.rotated()
         kv = jnp.concatenate([k, v], axis=1).astype(jnp.float32)
         seen = kv.min(axis=0), kv.max(axis=0), kv[::num_tokens].mean(axis=0)
         texts = (num_texts, num_tokens, k.shape[1], -1, config.head_dim)

@@ -28,7 +28,8 @@ mean off). `kv_calibration` finds both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import flax.struct
@@ -37,16 +38,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from paged_jax.batch import StepBatch
-from pallas_kernels import (
-    plan_attention,
-    pool_layout,
-    ragged_paged_attention,
-    tpu_pool_shape,
-    write_and_attend,
-    write_kv,
-)
-from pallas_kernels.attention import uses_plan
+from paged_jax.process_memory import absent_bytes, discard_zeros
+from pallas_kernels import pool_layout, tpu_pool_shape
 
 
 class CacheShape(Protocol):
@@ -212,7 +205,7 @@ class KVPool:
 
     @property
     def caches(self) -> tuple[jax.Array | ScaledLayer, ...]:
-        """One entry a layer, as `paged_attend` takes it."""
+        """One entry a layer, as `attend.paged_attend` takes it."""
         if self.scales is None:
             return self.layers
         of_layer = lambda i: jax.tree.map(lambda array: array[i], self.scales)
@@ -236,16 +229,40 @@ class KVPool:
         """Bytes of all blocks; an int8 pool's scales, a few kilobytes a layer, are left out."""
         return sum(layer.nbytes for layer in self.layers)
 
+    def absent_bytes(self) -> int:
+        """Of the blocks on this machine's CPU, bytes whose memory the system has yet to give.
+
+        It gives them page by page, as blocks are first written.
+        """
+        shards = [shard for layer in self.layers for shard in _cpu_shards(layer)]
+        return sum(absent_bytes(a.unsafe_buffer_pointer(), a.nbytes) for a in shards)
+
     def is_deleted(self) -> bool:
         """Whether a step took the buffers (donation) and never gave them back."""
         return any(layer.is_deleted() for layer in self.layers)
 
 
 def _zeros(form: Any, sharding: Any = None) -> jax.Array:
-    if sharding is None:
-        return jnp.zeros(form.shape, form.dtype)
+    """A layer of zeros. On a CPU it takes memory as it is written, and not before.
+
+    Programs are compiled before a pool is full, and compiling takes memory that is free later.
+    """
+    zeros = _zeros_program(form.shape, jnp.dtype(form.dtype), sharding)()
+    for shard in _cpu_shards(zeros):
+        discard_zeros(shard.block_until_ready().unsafe_buffer_pointer(), shard.nbytes)
+    return zeros
+
+
+@functools.lru_cache(maxsize=16)  # All layers of a pool share one.
+def _zeros_program(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Callable[[], jax.Array]:
     # On several hosts no process could make the whole array.
-    return jax.jit(lambda: jnp.zeros(form.shape, form.dtype), out_shardings=sharding)()
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+def _cpu_shards(array: jax.Array) -> list[jax.Array]:
+    """What lies in this process's own memory."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return [data for data in shards if data.device.platform == "cpu"]
 
 
 def _place(array: Any, sharding: Any) -> jax.Array:
@@ -258,77 +275,3 @@ def _place(array: Any, sharding: Any) -> jax.Array:
 def uses_tpu_kernels(implementation: str | None) -> bool:
     """Whether an attention implementation means the TPU's kernels, and so a pool in their rows."""
     return implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu")
-
-
-def paged_attend(
-    batch: StepBatch,
-    *,
-    block_size: int,
-    scale: float,
-    decode_only: bool = False,
-    implementation: str | None = None,
-):
-    """The `attend` of a model's forward pass: write the step's keys and values, then attend.
-
-    The write comes before the read, in every layer and for the whole step: so a sequence may read
-    blocks that another sequence of the same step fills, and the pool is updated in place. On a
-    TPU decodes write and read in one kernel, one after the other: `batch_builder.decodes`
-    takes no step in which one reads what another writes.
-
-    Args:
-      batch: where each token's key and value go, and which blocks each sequence reads.
-      block_size: tokens a block of the pool.
-      scale: factor on the query-key products, usually head_dim ** -0.5.
-      decode_only: promises that every sequence has one token in the batch.
-      implementation: see `pallas_kernels.ragged_paged_attention`.
-
-    Returns:
-      attend(q[T, Hq, D], k[T, Hkv, D], v[T, Hkv, D], cache) -> (out[T, Hq, D], cache), where cache
-      is an entry of `KVPool.caches`.
-    """
-    where = (batch.kv_lens, batch.block_tables, batch.query_starts, batch.num_seqs)
-    is_tpu = uses_tpu_kernels(implementation)
-    plan = None
-    if uses_plan(implementation):  # All layers share the work list.
-        num_rows = batch.token_ids.shape[0]
-        plan = plan_attention(
-            *where, num_rows=num_rows, block_size=block_size, decode_only=decode_only
-        )
-    options: dict[str, Any] = dict(scale=scale, implementation=implementation)
-
-    def attend_stored(q, k, v, layer, **scales):
-        if is_tpu and decode_only:
-            tables = (batch.kv_lens, batch.block_tables, batch.num_seqs)
-            return write_and_attend(q, k, v, layer, *tables, **options, **scales)
-        layer = write_kv(layer, k, v, batch.slot_mapping, implementation=implementation)
-        out = ragged_paged_attention(
-            q, layer, *where, **options, **scales, plan=plan, decode_only=decode_only
-        )
-        return out, layer
-
-    def attend(q, k, v, cache):
-        if not isinstance(cache, ScaledLayer):
-            return attend_stored(q, k, v, cache)
-        keys, values = cache.scales.halves()
-        ones = jnp.ones(k.shape[1], jnp.float32)  # The kernels' own scales, one a head.
-        out, blocks = attend_stored(
-            _to_query_heads(q, keys.scale, 0),
-            keys.to_int8(k),
-            values.to_int8(v),
-            cache.blocks,
-            k_scale=ones,
-            v_scale=ones,
-        )
-        out = _to_query_heads(out, values.scale, values.offset)
-        return out, dataclasses.replace(cache, blocks=blocks)
-
-    return attend
-
-
-def _to_query_heads(rows: jax.Array, scale: jax.Array, offset: jax.Array | int) -> jax.Array:
-    """rows[T, Hq, D] * scale + offset, those [Hkv, D] of each query head's KV head; rows' dtype."""
-    by_kv_head = rows.astype(jnp.float32).reshape(
-        rows.shape[0], *scale.shape[:1], -1, rows.shape[2]
-    )
-    offset = offset if isinstance(offset, int) else offset[:, None]
-    return (by_kv_head * scale[:, None] + offset).astype(rows.dtype).reshape(rows.shape)

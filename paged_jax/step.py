@@ -8,8 +8,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from paged_jax.attend import paged_attend
 from paged_jax.batch import StepBatch
-from paged_jax.kv_pool import KVPool, paged_attend
+from paged_jax.kv_pool import KVPool
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.registry import model_module
 from paged_jax.sampling import SamplerOutput, SamplingBatch, sample

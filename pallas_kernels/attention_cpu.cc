@@ -6,18 +6,20 @@
 // batch change no bit of its result.
 //
 //   few rows (decodes): 256 tokens an item, cut at multiples of 256; the parts of a longer sequence
-//       are merged by log-sum-exp at the end. Keys are read in place, one dot product a token, row
-//       and vector, 16 tokens side by side; values are read in place.
+//       are merged by log-sum-exp at the end. One dot product a token, row and vector, 16 tokens
+//       side by side. Keys and values of float32 and int8 are read in place, where a head is
+//       whole vectors.
 //   many rows (prefills): all tokens that the tile sees, 64 at a time. Keys are transposed once a
 //       chunk, and both products are tiles of sums held in registers.
 //
-// Slots past a sequence's end are never read. Elements other than float32 become float32 a chunk
-// at a time, in the cache.
+// Slots past a sequence's end are never read. Elements that are not read in place become float32 a
+// chunk at a time, in the cache.
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "attention_cpu_math.h"
@@ -55,6 +57,7 @@ float* scratch(int64_t num_floats) {
 
 void load_queries(const Batch& batch, const Item& item, float* q) {
   const int group = batch.group(), dim = batch.pool.head_dim, width = batch.width();
+  const float* channels = batch.key_scales(item.kv_head);
   float factor = batch.scale;
   if (batch.k_scale) factor *= batch.k_scale[item.kv_head];
   for (int row = 0; row < item.num_rows; ++row) {
@@ -66,6 +69,9 @@ void load_queries(const Batch& batch, const Item& item, float* q) {
       } else {
         std::memcpy(q, static_cast<const float*>(batch.q) + at, dim * sizeof(float));
       }
+      if (channels) {
+        for (int d = 0; d < dim; ++d) q[d] *= channels[d];
+      }
       for (int d = 0; d < dim; ++d) q[d] *= factor;
       std::fill(q + dim, q + width, 0.0f);
     }
@@ -74,23 +80,27 @@ void load_queries(const Batch& batch, const Item& item, float* q) {
 
 // Asks for the next kLanes rows, into the second level of cache: the first is too small for them.
 // Inlined always, or GCC drops the call of a function without effects.
-__attribute__((always_inline)) inline void prefetch_rows(const float* const* rows, int width) {
-  constexpr int kLineFloats = 16;
+template <class Number>
+__attribute__((always_inline)) inline void prefetch_rows(const Number* const* rows, int width) {
+  constexpr int kLineNumbers = 64 / sizeof(Number);
   for (int i = 0; i < kLanes; ++i) {
-    for (int d = 0; d < width; d += kLineFloats) __builtin_prefetch(rows[i] + d, 0, 2);
+    for (int d = 0; d < width; d += kLineNumbers) __builtin_prefetch(rows[i] + d, 0, 2);
   }
 }
 
 // scores[row][token] = q[row] . keys[token], for a multiple of kLanes tokens.
 //
-// Blocks lie scattered, which no hardware foresees: the keys to come, and the values that are read
-// next (null if they are not in place), are asked for here. It takes a third off the time.
-void dot_products(const float* q, int rows, int width, const float* const* keys,
-                  const float* const* values, int num_tokens, float* scores, int stride) {
+// Blocks lie scattered, which no hardware foresees: the keys to come, of which num_known are there,
+// and the values that are read next (null if they are not in place), are asked for here. It takes
+// a third off the time.
+template <class Number>
+void dot_products(const float* q, int rows, int width, const Number* const* keys,
+                  const Number* const* values, int num_tokens, int num_known, float* scores,
+                  int stride) {
   constexpr int kKeysAhead = 2 * kLanes;
   for (int token = 0; token < num_tokens; token += kLanes) {
     if (values != nullptr) prefetch_rows(values + token, width);
-    if (token + kKeysAhead < num_tokens) prefetch_rows(keys + token + kKeysAhead, width);
+    if (token + kKeysAhead < num_known) prefetch_rows(keys + token + kKeysAhead, width);
     for (int row = 0; row < rows; ++row) {
       Vec products[kLanes];
 #pragma GCC unroll 16
@@ -149,17 +159,11 @@ void add_row(float* scores, int num_scores, int first, int end, float soft_cap, 
   for (int d = 0; d < width; d += kLanes) store(weighted + d, load(weighted + d) * correction);
 }
 
-void write_element(const Batch& batch, int64_t at, float value) {
-  if (batch.q_is_bfloat16) {
-    static_cast<uint16_t*>(batch.out)[at] = to_bfloat16(value);
-  } else {
-    static_cast<float*>(batch.out)[at] = value;
-  }
-}
-
 void write_rows(const Batch& batch, const Item& item, const State& state) {
   const int group = batch.group(), dim = batch.pool.head_dim, width = batch.width();
   const float v_scale = batch.v_scale ? batch.v_scale[item.kv_head] : 1.0f;
+  const float* scales = batch.value_scales(item.kv_head);
+  const float* offsets = batch.value_offsets(item.kv_head);
   for (int i = 0; i < item.num_rows * group; ++i) {
     const int head = item.kv_head * group + i % group;
     const int64_t row = int64_t{item.first_row + i / group} * batch.num_q_heads + head;
@@ -171,70 +175,149 @@ void write_rows(const Batch& batch, const Item& item, const State& state) {
       factor *= correction;
     }
     factor /= std::max(total, std::numeric_limits<float>::min());
-    for (int d = 0; d < dim; ++d) {
-      write_element(batch, row * dim + d, state.weighted[int64_t{i} * width + d] * factor);
+    float* values = state.weighted + int64_t{i} * width;
+    for (int d = 0; d < dim; ++d) values[d] *= factor;
+    if (scales) {  // The weights add up to 1, so that the offset counts once.
+      for (int d = 0; d < dim; ++d) values[d] = multiply_add(values[d], scales[d], offsets[d]);
+    }
+    if (batch.q_is_bfloat16) {
+      write_bfloat16(values, dim, static_cast<uint16_t*>(batch.out) + row * dim);
+    } else {
+      std::memcpy(static_cast<float*>(batch.out) + row * dim, values, dim * sizeof(float));
     }
     if (batch.lse) batch.lse[row] = state.largest[i] + std::log(state.total[i]);
   }
 }
 
-void attend(const Batch& batch, const Item& item) {
-  const int group = batch.group(), rows = item.num_rows * group, width = batch.width();
-  const bool packs = rows > kFewRows, direct = batch.pool.is_direct();
-  const int chunk = packs || !direct ? kChunkTokens : kSplitTokens;
-  const int stride = chunk;
+// Tokens begin to begin + num_tokens of an item's sequence, whose scores stand in [rows, stride].
+struct Chunk {
+  const Batch& batch;
+  const Item& item;
+  int begin, num_tokens, stride;
+  float* scores;
+
+  int rows() const { return item.num_rows * batch.group(); }
+  // How many of the chunk's tokens come before what a row does not see.
+  int visible(int row) const {
+    const int end = batch.end_seen(item.position + row / batch.group(), item.seq);
+    return std::clamp(end - begin, 0, num_tokens);
+  }
+  // Vectors of scores that any of the rows up to `end` needs: later rows see more.
+  int num_vecs(int end) const { return round_up(visible(end - 1), kLanes) / kLanes; }
+};
+
+// add_row of rows [first_row, end_row).
+void add_rows(const Chunk& chunk, int first_row, int end_row, State state, int width) {
+  const Batch& batch = chunk.batch;
+  for (int row = first_row; row < end_row; ++row) {
+    const int position = chunk.item.position + row / batch.group();
+    const int first = std::max(batch.first_seen(position) - chunk.begin, 0);
+    add_row(chunk.scores + row * chunk.stride, chunk.num_vecs(end_row) * kLanes, first,
+            chunk.visible(row), batch.soft_cap, state, row, width);
+  }
+}
+
+// Adds a chunk's values, weighted by its scores. What none of a tile sees is not multiplied.
+template <class Number>
+void add_values(const Chunk& chunk, const Number* const* values, State state, int width) {
+  for (int i = 0; i < chunk.rows(); i += kTileRows) {
+    const int tile = std::min(kTileRows, chunk.rows() - i);
+    multiply<true>(tile, chunk.scores + i * chunk.stride, chunk.stride, values,
+                   chunk.visible(i + tile - 1), state.weighted + int64_t{i} * width, width,
+                   width / kLanes);
+  }
+}
+
+// Few rows, whose item is a part of a sequence; keys and values are read where they lie.
+template <class Number>
+void attend_in_place(const Batch& batch, const Item& item) {
+  // Other than float32 as where they are converted, bit for bit.
+  constexpr int kChunk = std::is_same<Number, float>::value ? kSplitTokens : kChunkTokens;
+  const int rows = item.num_rows * batch.group(), width = batch.width();
   const int64_t own_floats = state_floats(rows, width);
-  float* q = scratch(own_floats + rows * (width + stride) + 2 * kChunkTokens * width);
+  float* q = scratch(own_floats + rows * (width + kChunk));
   float* scores = q + rows * width;
-  float* packed = scores + rows * stride;
+  float* own = scores + rows * kChunk;
+  State state(item.part < 0 ? own : batch.parts + item.part * own_floats, rows, width);
+  load_queries(batch, item, q);
+
+  const Number *keys[kSplitTokens + kLanes], *values[kSplitTokens + kLanes];
+  const int num_tokens = item.end_token - item.first_token;
+  const int num_known = round_up(num_tokens, kLanes);
+  const int value_head = batch.pool.num_kv_heads + item.kv_head;
+  const int32_t* table = batch.block_tables + int64_t{item.seq} * batch.max_blocks;
+  const auto find = [&](int head, const Number** found) {
+    batch.pool.find_tokens(table, head, item.first_token, num_tokens, num_known, found);
+  };
+  find(item.kv_head, keys);
+  find(value_head, values);
+  for (int at = 0; at < num_tokens; at += kChunk) {
+    const int here = std::min(kChunk, num_tokens - at);
+    const Chunk chunk{batch, item, item.first_token + at, here, kChunk, scores};
+    dot_products(q, rows, width, keys + at, values + at, round_up(here, kLanes), num_known - at,
+                 scores, kChunk);
+    for (int i = 0; i < rows; i += kTileRows) {
+      add_rows(chunk, i, std::min(i + kTileRows, rows), state, width);
+    }
+    add_values(chunk, values + at, state, width);
+  }
+  if (item.part < 0) write_rows(batch, item, state);
+}
+
+// Any rows and pool, a chunk at a time.
+void attend_by_chunks(const Batch& batch, const Item& item) {
+  const int rows = item.num_rows * batch.group(), width = batch.width();
+  const bool packs = rows > kFewRows;
+  constexpr int kStride = kChunkTokens;
+  const int64_t own_floats = state_floats(rows, width);
+  float* q = scratch(own_floats + rows * (width + kStride) + 2 * kChunkTokens * width);
+  float* scores = q + rows * width;
+  float* packed = scores + rows * kStride;
   float* converted = packed + kChunkTokens * width;
   float* own = converted + kChunkTokens * width;
   State state(item.part < 0 ? own : batch.parts + item.part * own_floats, rows, width);
   load_queries(batch, item, q);
 
   const float* packed_rows[kMaxHeadDim];
-  const float *keys[kSplitTokens + kLanes], *values[kSplitTokens + kLanes];
+  const float *keys[kChunkTokens + kLanes], *values[kChunkTokens + kLanes];
   const int value_head = batch.pool.num_kv_heads + item.kv_head;
   for (int d = 0; d < width; ++d) packed_rows[d] = packed + d * kChunkTokens;
-  const auto end_of = [&](int i) { return batch.end_seen(item.position + i / group, item.seq); };
   const int32_t* table = batch.block_tables + int64_t{item.seq} * batch.max_blocks;
-  for (int begin = item.first_token; begin < item.end_token; begin += chunk) {
-    const int num_tokens = std::min(chunk, item.end_token - begin);
+  for (int begin = item.first_token; begin < item.end_token; begin += kChunkTokens) {
+    const int num_tokens = std::min(kChunkTokens, item.end_token - begin);
     const int num_scores = round_up(num_tokens, kLanes);
-    const auto visible = [&](int i) { return std::clamp(end_of(i) - begin, 0, num_tokens); };
-    const auto read_tokens = [&](int head, const float** rows) {
-      batch.pool.tokens_of(table, head, begin, num_tokens, num_scores, converted, rows);
+    const Chunk chunk{batch, item, begin, num_tokens, kStride, scores};
+    const auto read_tokens = [&](int head, const float** found) {
+      batch.pool.tokens_of(table, head, begin, num_tokens, num_scores, converted, found);
     };
     read_tokens(item.kv_head, keys);
     if (packs) {
       transpose_keys(keys, num_scores, width, packed);
     } else {
-      if (direct) read_tokens(value_head, values);
-      dot_products(q, rows, width, keys, direct ? values : nullptr, num_scores, scores, stride);
+      const float* const* not_in_place = nullptr;
+      dot_products(q, rows, width, keys, not_in_place, num_scores, num_scores, scores, kStride);
     }
     for (int i = 0; i < rows; i += kTileRows) {
-      // Later rows see more; what none of the tile sees is not multiplied.
-      const int tile = std::min(kTileRows, rows - i), seen = visible(i + tile - 1);
-      const int vecs = round_up(seen, kLanes) / kLanes;
+      const int tile = std::min(kTileRows, rows - i);
       if (packs) {
-        multiply<false>(tile, q + i * width, width, packed_rows, width, scores + i * stride,
-                        stride, vecs);
+        multiply<false>(tile, q + i * width, width, packed_rows, width, scores + i * kStride,
+                        kStride, chunk.num_vecs(i + tile));
       }
-      for (int row = i; row < i + tile; ++row) {
-        const int first = batch.first_seen(item.position + row / group) - begin;
-        add_row(scores + row * stride, vecs * kLanes, std::max(first, 0), visible(row),
-                batch.soft_cap, state, row, width);
-      }
+      add_rows(chunk, i, i + tile, state, width);
     }
-    // Converted values take the place of the keys.
-    if (packs || !direct) read_tokens(value_head, values);
-    for (int i = 0; i < rows; i += kTileRows) {
-      const int tile = std::min(kTileRows, rows - i), seen = visible(i + tile - 1);
-      multiply<true>(tile, scores + i * stride, stride, values, seen,
-                     state.weighted + int64_t{i} * width, width, width / kLanes);
-    }
+    read_tokens(value_head, values);  // Converted values take the place of the keys.
+    add_values(chunk, values, state, width);
   }
   if (item.part < 0) write_rows(batch, item, state);
+}
+
+void attend(const Batch& batch, const Item& item) {
+  const bool is_few = item.num_rows * batch.group() <= kFewRows;
+  if (is_few && batch.pool.head_dim % kLanes == 0) {
+    if (batch.pool.kind == PoolKind::kFloat32) return attend_in_place<float>(batch, item);
+    if (batch.pool.kind == PoolKind::kInt8) return attend_in_place<int8_t>(batch, item);
+  }
+  attend_by_chunks(batch, item);
 }
 
 void merge(const Batch& batch, const Merge& merged) {
@@ -272,7 +355,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer p
                      ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> block_tables,
                      ffi::Buffer<ffi::S32> query_starts, ffi::Buffer<ffi::S32> num_seqs,
                      ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> k_scale,
-                     ffi::Buffer<ffi::F32> v_scale, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Buffer<ffi::F32> v_scale, ffi::Buffer<ffi::F32> channel_scale,
+                     ffi::Buffer<ffi::F32> channel_offset, ffi::Result<ffi::AnyBuffer> out,
                      ffi::Result<ffi::Buffer<ffi::F32>> lse, float scale, float soft_cap,
                      int64_t sliding_window, bool causal, int64_t pool_kind) {
   const auto q_dims = q.dimensions(), pool_dims = pool.dimensions();
@@ -294,6 +378,8 @@ ffi::Error attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer p
   batch.sinks = optional(sinks);
   batch.k_scale = optional(k_scale);
   batch.v_scale = optional(v_scale);
+  batch.channel_scale = optional(channel_scale);
+  batch.channel_offset = optional(channel_offset);
   batch.scale = scale;
   batch.soft_cap = soft_cap;
   batch.sliding_window = sliding_window;
@@ -324,6 +410,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, paged_attention::attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -10,6 +10,10 @@
 #include <cstring>
 #include <utility>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 namespace paged_attention {
 
 // The widest register, and a tile of kTileRows x kTileVecs sums that leaves room for operands.
@@ -28,10 +32,33 @@ inline int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
+// a * b + c, rounded once where the machine does so in one instruction, as XLA's programs do.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline Vec load(const float* from) {
   Vec vec;
   std::memcpy(&vec, from, sizeof vec);
   return vec;
+}
+
+inline Vec load(const int8_t* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#else
+  Vec vec;
+  for (int lane = 0; lane < kLanes; ++lane) vec[lane] = from[lane];
+  return vec;
+#endif
 }
 
 inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof vec); }
@@ -157,9 +184,10 @@ inline Vec tanh_of(Vec x) {
 }
 
 // c[i][j] = (adds ? c[i][j] : 0) + sum over k of a[i][k] * b[k][j], for kRows rows and kVecs
-// vectors of columns. The rows of b are pointers: they may lie anywhere.
-template <int kRows, int kVecs, bool adds>
-void multiply_tile(const float* a, int a_stride, const float* const* b, int b_column, int depth,
+// vectors of columns. The rows of b are pointers: they may lie anywhere. Its numbers become float32
+// as they are read.
+template <int kRows, int kVecs, bool adds, class Number>
+void multiply_tile(const float* a, int a_stride, const Number* const* b, int b_column, int depth,
                    float* c, int c_stride) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 8
@@ -168,7 +196,7 @@ void multiply_tile(const float* a, int a_stride, const float* const* b, int b_co
     for (int j = 0; j < kVecs; ++j)
       sums[i][j] = adds ? load(c + i * c_stride + j * kLanes) : Vec{};
   for (int k = 0; k < depth; ++k) {
-    const float* row = b[k] + b_column;
+    const Number* row = b[k] + b_column;
     Vec columns[kVecs];
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) columns[j] = load(row + j * kLanes);
@@ -185,8 +213,8 @@ void multiply_tile(const float* a, int a_stride, const float* const* b, int b_co
     for (int j = 0; j < kVecs; ++j) store(c + i * c_stride + j * kLanes, sums[i][j]);
 }
 
-template <int kRows, bool adds>
-void multiply_rows(const float* a, int a_stride, const float* const* b, int depth, float* c,
+template <int kRows, bool adds, class Number>
+void multiply_rows(const float* a, int a_stride, const Number* const* b, int depth, float* c,
                    int c_stride, int num_vecs) {
   for (int vec = 0; vec < num_vecs; vec += kTileVecs) {
     const int column = vec * kLanes;
@@ -204,8 +232,8 @@ void multiply_rows(const float* a, int a_stride, const float* const* b, int dept
 }
 
 // As `multiply_tile`, for 1 to kTileRows rows and any number of vectors.
-template <bool adds>
-void multiply(int rows, const float* a, int a_stride, const float* const* b, int depth, float* c,
+template <bool adds, class Number>
+void multiply(int rows, const float* a, int a_stride, const Number* const* b, int depth, float* c,
               int c_stride, int num_vecs) {
   switch (rows) {
     case 1: return multiply_rows<1, adds>(a, a_stride, b, depth, c, c_stride, num_vecs);

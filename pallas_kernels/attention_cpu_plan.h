@@ -24,9 +24,10 @@ struct Batch {
   Pool pool;
   const int32_t *kv_lens, *block_tables, *query_starts;
   int num_rows, num_seqs, num_q_heads, max_blocks;
-  const float *sinks, *k_scale, *v_scale;  // null where there are none
-  float scale, soft_cap;                   // soft_cap 0: none
-  int64_t sliding_window;                  // 0: none
+  const float *sinks, *k_scale, *v_scale;       // null where there are none
+  const float *channel_scale, *channel_offset;  // [2 * num_kv_heads, head_dim], or null
+  float scale, soft_cap;                        // soft_cap 0: none
+  int64_t sliding_window;                       // 0: none
   bool causal;
   void* out;
   float* lse;  // null where it is not asked for
@@ -34,6 +35,15 @@ struct Batch {
 
   int group() const { return num_q_heads / pool.num_kv_heads; }
   int width() const { return round_up(pool.head_dim, kLanes); }
+  // Of a head's channels; null where there are none.
+  const float* key_scales(int kv_head) const {
+    return channel_scale ? channel_scale + int64_t{kv_head} * pool.head_dim : nullptr;
+  }
+  const float* value_scales(int kv_head) const { return key_scales(pool.num_kv_heads + kv_head); }
+  const float* value_offsets(int kv_head) const {
+    const int64_t head = pool.num_kv_heads + kv_head;
+    return channel_offset ? channel_offset + head * pool.head_dim : nullptr;
+  }
   // The tokens that a query at `position` sees: from first_seen to before end_seen.
   int end_seen(int position, int seq) const {
     const int end = causal ? std::min(position + 1, kv_lens[seq]) : kv_lens[seq];

@@ -9,10 +9,6 @@
 #include <cstring>
 #include <limits>
 
-#if defined(__AVX__)
-#include <immintrin.h>
-#endif
-
 #include "attention_cpu_math.h"
 
 namespace paged_attention {
@@ -37,19 +33,13 @@ inline uint16_t to_bfloat16(float value) {
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+inline void write_bfloat16(const float* from, int count, uint16_t* to) {
+  for (int i = 0; i < count; ++i) to[i] = to_bfloat16(from[i]);
+}
+
 inline void convert_int8(const int8_t* from, int count, float* to) {
   int i = 0;
-#if defined(__AVX512F__)  // What GCC makes of the loop below takes twice the time.
-  for (; i + kLanes <= count; i += kLanes) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    store(to + i, (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)));
-  }
-#elif defined(__AVX2__)
-  for (; i + kLanes <= count; i += kLanes) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from + i));
-    store(to + i, (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)));
-  }
-#endif
+  for (; i + kLanes <= count; i += kLanes) store(to + i, load(from + i));
   for (; i < count; ++i) to[i] = from[i];
 }
 
@@ -168,36 +158,44 @@ struct Pool {
     }
   }
 
-  // Sets rows[i] to the numbers of token begin + i in `head` (keys first, then values), zeros up to
-  // a whole vector, for num_tokens tokens; up to num_rows the last one stands again. Converted
-  // rows go to `converted`, [num_tokens, head_dim rounded up].
+  // Sets rows[i] to where the numbers of token begin + i in `head` lie (keys first, then values),
+  // for num_tokens tokens; up to num_rows the last one stands again.
+  template <class Number>
+  void find_tokens(const int32_t* table, int head, int begin, int num_tokens, int num_rows,
+                   const Number** rows) const {
+    for (int i = 0; i < num_tokens;) {
+      const int position = begin + i, offset = position % block_size;
+      const int end = i + std::min(block_size - offset, num_tokens - i);
+      const char* first = page(block_of(table, position / block_size), head);
+      const Number* from = reinterpret_cast<const Number*>(first) + int64_t{offset} * token_stride;
+      for (; i < end; ++i, from += token_stride) rows[i] = from;
+    }
+    for (int i = num_tokens; i < num_rows; ++i) rows[i] = rows[num_tokens - 1];
+  }
+
+  // As find_tokens, of float32: in place, or converted to `converted`, [num_tokens, head_dim
+  // rounded up], with zeros up to a whole vector.
   void tokens_of(const int32_t* table, int head, int begin, int num_tokens, int num_rows,
                  float* converted, const float** rows) const {
+    if (is_direct()) return find_tokens(table, head, begin, num_tokens, num_rows, rows);
     const int width = round_up(head_dim, kLanes);
     const int64_t token_bytes = int64_t{token_stride} * element_bytes();
-    const bool direct = is_direct();
     for (int i = 0; i < num_tokens;) {
       const int position = begin + i, offset = position % block_size;
       const int count = std::min(block_size - offset, num_tokens - i);
       const int64_t block = block_of(table, position / block_size);
       const char* from = page(block, head) + offset * token_bytes;
-      if (!direct) {
-        const int index = position / block_size, last = (begin + num_tokens - 1) / block_size;
-        const int end_ahead = std::min(index + kPagesAhead, last);
-        for (int ahead = i ? end_ahead : index + 1; ahead <= end_ahead; ++ahead) {
-          prefetch(block_of(table, ahead), head);
-        }
-        if (head < num_kv_heads) prefetch(block, head + num_kv_heads);
+      const int index = position / block_size, last = (begin + num_tokens - 1) / block_size;
+      const int end_ahead = std::min(index + kPagesAhead, last);
+      for (int ahead = i ? end_ahead : index + 1; ahead <= end_ahead; ++ahead) {
+        prefetch(block_of(table, ahead), head);
       }
+      if (head < num_kv_heads) prefetch(block, head + num_kv_heads);
       for (int end = i + count; i < end; ++i, from += token_bytes) {
-        if (direct) {
-          rows[i] = reinterpret_cast<const float*>(from);
-        } else {
-          float* to = converted + i * width;
-          convert(from, to);
-          std::fill(to + head_dim, to + width, 0.0f);
-          rows[i] = to;
-        }
+        float* to = converted + i * width;
+        convert(from, to);
+        std::fill(to + head_dim, to + width, 0.0f);
+        rows[i] = to;
       }
     }
     for (int i = num_tokens; i < num_rows; ++i) rows[i] = rows[num_tokens - 1];

@@ -32,6 +32,7 @@ FUNCTION_PARTS = {
     "rms_norm": "RMSNorm",
     "apply_rope": "RoPE",
     "rope_tables": "RoPE",
+    "rope_write": "RoPE and KV write",
     "swiglu": "SwiGLU",
     "quantize_rows": "quantise activations",
     "vocab_parallel_embedding": "embedding",

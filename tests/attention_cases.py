@@ -6,9 +6,12 @@ import dataclasses
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from paged_jax.models.heads import ProjectedHeads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,3 +201,11 @@ def relative_errors(case: Case, out: np.ndarray, expected: np.ndarray) -> list[f
         size = max(np.linalg.norm(expected[begin:end]), np.finfo(np.float32).tiny)
         errors.append(float(np.linalg.norm(difference) / size))
     return errors
+
+
+def heads_of(q: jax.Array, k: jax.Array, v: jax.Array) -> ProjectedHeads:
+    """q[T, Hq, D], k and v[T, Hkv, D] as a model gives them, by angles of 0."""
+    grouped = q.reshape(*k.shape[:2], -1, k.shape[2])
+    rows = jnp.concatenate([grouped, k[:, :, None], v[:, :, None]], axis=2)
+    angles = jnp.zeros((k.shape[0], k.shape[2] // 2), jnp.float32)
+    return ProjectedHeads(rows, jnp.cos(angles), jnp.sin(angles))

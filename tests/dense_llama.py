@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from paged_jax.models import llama
 
 
-def dense_attend(q, k, v, cache):
+def dense_attend(heads, cache):
     """Causal attention over one whole sequence, without a cache."""
+    q, k, v = heads.rotated()
     num_tokens, num_heads, head_dim = q.shape
     k, v = (jnp.repeat(x, num_heads // x.shape[1], axis=1).astype(jnp.float32) for x in (k, v))
     scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), k) / math.sqrt(head_dim)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import Shape, make_case, oracle, relative_errors
+from attention_cases import Shape, heads_of, make_case, oracle, relative_errors
 
-from paged_jax import kv_pool
+import paged_jax.attend
 from paged_jax.batch import StepBatch
 from pallas_kernels import plan_attention, ragged_paged_attention, tpu_runtime, write_kv
 
@@ -123,15 +123,15 @@ def test_the_step_makes_a_plan_only_for_xla(implementation, plans, monkeypatch) 
         calls.append(options)
         return plan_attention(*arguments, **options)
 
-    monkeypatch.setattr(kv_pool, "plan_attention", counted)
+    monkeypatch.setattr(paged_jax.attend, "plan_attention", counted)
     case = make_case(SHAPE, [(1, 30)], seed=6)
     q, pool, kv_lens, tables, starts, num_seqs = case.arrays
     fields = {field.name: None for field in dataclasses.fields(StepBatch)}
     fields |= dict(kv_lens=kv_lens, block_tables=tables, query_starts=starts, num_seqs=num_seqs)
     fields |= dict(token_ids=jnp.zeros(40, jnp.int32), slot_mapping=jnp.zeros(40, jnp.int32))
-    attend = kv_pool.paged_attend(
+    attend = paged_jax.attend.paged_attend(
         StepBatch(**fields), block_size=16, scale=0.125, implementation=implementation
     )
-    out, _ = attend(q, q[:, :3], q[:, 3:6], pool)
+    out, _ = attend(heads_of(q, q[:, :3], q[:, 3:6]), pool)
     assert out.shape == q.shape
     assert len(calls) == plans

@@ -7,13 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import heads_of
 from test_worked_examples import Shape
 from tiny_engine import GREEDY, check_idle, prompts_of, run, tiny_llm, tiny_model, tokens_of
 
 import paged_jax as pj
 from paged_jax import LLM, EngineConfig, SamplingParams
+from paged_jax.attend import paged_attend
 from paged_jax.kv_calibration import calibrate
-from paged_jax.kv_pool import ChannelScales, KVPool, paged_attend
+from paged_jax.kv_pool import ChannelScales, KVPool
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 64, 16
 MODEL = Shape(num_layers=1, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM)
@@ -110,7 +112,7 @@ def test_attention_is_that_over_the_rounded_cache(implementation: str | None) ->
             scale=HEAD_DIM**-0.5,
             decode_only=decode_only,
             implementation=implementation,
-        )(q, k, v, cache)
+        )(heads_of(q, k, v), cache)
 
     spans = [(0, 8), (8, 34), (34, 35)], [(0, 19), (19, 20), (20, 21)]
     for step in range(3):
@@ -151,8 +153,9 @@ def test_what_is_stored_is_rounded_to_even_and_clipped() -> None:
     attend = paged_attend(batch, block_size=4, scale=1.0)
     numbers = [1.0, 3.0, 5.0, -1.0, -3.0, 4.9, 254.0, 255.0, 900.0, -900.0]
     row = np.resize(np.array(numbers, np.float32), (1, NUM_KV_HEADS, HEAD_DIM))
+    row = jnp.asarray(row)
     query = jnp.zeros((1, NUM_HEADS, HEAD_DIM))
-    out, cache = attend(query, row + 10, row + 10, pool.caches[0])
+    out, cache = attend(heads_of(query, row + 10, row + 10), pool.caches[0])
     expected = np.resize([0, 2, 2, 0, -2, 2, 127, 127, 127, -127], row.shape)
     written = pool.with_caches((cache,)).layers[0]
     np.testing.assert_array_equal(written[1, :, 0], np.concatenate([expected[0]] * 2))

@@ -29,7 +29,8 @@ LAYERS = [
     "paged_jax.kv_pool paged_jax.block_mover paged_jax.array_folder "
     "paged_jax.array_folder_writer",
     "paged_jax.models",
-    "paged_jax.step paged_jax.sharding paged_jax.decode_loop paged_jax.compile paged_jax.dispatch "
+    "paged_jax.attend paged_jax.step paged_jax.sharding paged_jax.decode_loop paged_jax.compile "
+    "paged_jax.dispatch "
     "paged_jax.sizing paged_jax.prefix_snapshot paged_jax.kv_calibration",
     "paged_jax.outputs paged_jax.metrics paged_jax.sequence paged_jax.accounts",
     "paged_jax.intake paged_jax.engine paged_jax.data_parallel paged_jax.assembly "

@@ -176,7 +176,7 @@ def _check_dtypes(folder: ArrayFolder, wanted: dict[str, np.dtype]) -> None:
 
 def _copy_tokenizer(target: Path, source: Checkpoint, folder: Path | None) -> None:
     if source.tokenizer_metadata is not None:
-        text = json.dumps(source.tokenizer_metadata)
+        text = json.dumps(source.tokenizer_metadata, default=list)  # packed strings
         (target / GGUF_TOKENIZER_FILE).write_text(text, encoding="utf-8")
     elif folder is not None:
         for name in _TOKENIZER_FILES:

@@ -9,6 +9,7 @@ import os
 import pathlib
 import platform
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,7 +29,7 @@ from paged_jax.kv_pool import ChannelScales, KVPool
 from paged_jax.log import logger
 from paged_jax.models.config import ModelConfig
 from paged_jax.paths import cache_folder
-from paged_jax.process_memory import release_unused
+from paged_jax.process_memory import release_unused, releasing_code
 from paged_jax.sampling import SamplerOutput, SamplingBatch
 from paged_jax.sharding import DATA_AXIS, StepSpecs, on_mesh, stack_rows
 from paged_jax.step import sample_step
@@ -50,6 +51,20 @@ _jitted_decode = jax.jit(
     static_argnames=("max_steps", "config", "attention_implementation", "tensor_axis", "is_plain"),
     donate_argnames="pool",
 )
+
+
+_runners: weakref.WeakSet[StepRunner] = weakref.WeakSet()
+
+
+def promised_bytes() -> int:
+    """Memory that pools of this process will yet take on the host, see `KVPool.absent_bytes`."""
+    promised = 0
+    for runner in list(_runners):
+        try:
+            promised += runner.pool.absent_bytes()
+        except RuntimeError:  # Its thread has just given the pool to a step.
+            continue
+    return promised
 
 
 def enable_persistent_cache() -> None:
@@ -99,6 +114,7 @@ class StepRunner:
     ):
         self.params = params
         self.pool = pool
+        _runners.add(self)
         # A copy: a step that fails takes the pool's own with it.
         self._kv_scales = jax.tree.map(jnp.copy, pool.scales)
         self.mover = BlockMover(pool, num_host_blocks=num_host_blocks, mesh=mesh)
@@ -169,7 +185,7 @@ class StepRunner:
         start = time.perf_counter()
         shapes = self.buckets.shapes()
         # XLA leaves cores idle while it compiles one program.
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
+        with releasing_code(), ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as threads:
             moves = threads.submit(self.mover.warm_up)
             done = threads.map(self._compile, shapes)
             bar = tqdm(done, desc="Preparing step shapes", total=len(shapes), leave=False)
@@ -200,7 +216,9 @@ class StepRunner:
         if is_plain and shape in self._plain_programs:
             return self._plain_programs[shape]
         started = time.perf_counter()
-        program = self._compile(shape, is_plain=is_plain)
+        release_unused()  # The steps before have left their temporaries in the heap.
+        with releasing_code():
+            program = self._compile(shape, is_plain=is_plain)
         self.compile_seconds += time.perf_counter() - started
         return program
 

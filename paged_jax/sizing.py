@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from paged_jax.batch import Buckets
 from paged_jax.block_mover import swap_temporary_bytes
-from paged_jax.compile import lower_step, temporary_bytes
+from paged_jax.compile import lower_step, promised_bytes, temporary_bytes
 from paged_jax.config import EngineConfig, SchedulerConfig
 from paged_jax.kv_pool import KVPool, uses_tpu_kernels
 from paged_jax.log import logger
@@ -124,7 +124,11 @@ def resolve(
 
 
 def available_host_bytes() -> int:
-    """Memory that this process could still take: the system's and its control group's say."""
+    """Memory that this process could still take: the system's and its control group's say.
+
+    Pools of engines that it has already count as taken, although the system gives their memory as
+    they fill. Those of other processes count as far as they are filled.
+    """
     candidates = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     meminfo = pathlib.Path("/proc/meminfo")
     if meminfo.exists():
@@ -137,7 +141,7 @@ def available_host_bytes() -> int:
         candidates.append(limit - int((group / "memory.current").read_text()))
     except (OSError, ValueError):  # No control group, or one without a limit ("max").
         pass
-    return min(candidates)
+    return max(min(candidates) - promised_bytes(), 0)
 
 
 def _least_of_processes(number: int, mesh: Mesh | None) -> int:

@@ -11,9 +11,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from paged_jax.chat import (
     ChatTemplateError,
@@ -22,7 +20,10 @@ from paged_jax.chat import (
     check_template_kwargs,
     render_chat,
 )
-from paged_jax.tokenizer_gguf import build_tokenizer
+
+# The library takes 5 MB and is imported by those who have a text to encode.
+if TYPE_CHECKING:
+    import tokenizers
 
 # The variables that chat templates know special tokens by.
 _TEMPLATE_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -85,6 +86,8 @@ class Tokenizer:
                 "fast tokenizer, or make the file with transformers: "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
             )
+        import tokenizers
+
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises a bare Exception
@@ -106,6 +109,8 @@ class Tokenizer:
         Raises:
           ValueError: see `paged_jax.tokenizer_gguf.build_tokenizer`.
         """
+        from paged_jax.tokenizer_gguf import build_tokenizer
+
         parts = build_tokenizer(metadata)
         prefix = "tokenizer.chat_template"
         templates = {
@@ -133,6 +138,8 @@ class Tokenizer:
         Raises:
           TypeError: a method is missing.
         """
+        import tokenizers
+
         if isinstance(obj, cls):
             return obj
         if isinstance(obj, tokenizers.Tokenizer):
@@ -351,6 +358,8 @@ def _named_tokens(path: pathlib.Path) -> dict[str, str]:
 
 def _mark_special(backend: tokenizers.Tokenizer, named: Mapping[str, str], *, source: Any) -> None:
     """Makes the named tokens special in the backend, so that decoding can leave them out."""
+    import tokenizers
+
     for name in ("bos_token", "eos_token"):
         if name in named and backend.token_to_id(named[name]) is None:
             raise ValueError(

@@ -186,6 +186,7 @@ def _read_list(metadata: Mapping[str, Any], name: str, kind: Any) -> Sequence[An
     if values is None:
         return None
     is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
+    values = list(values) if is_list else values  # It may be packed, and is read often.
     if not is_list or not all(isinstance(value, kind) for value in values):
         raise ValueError(
             f"tokenizer.ggml.{name}={values!r:.200} must be a list of {_KIND_NAMES[kind]}; the "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels import attention_checks as checks
 from pallas_kernels import (
     attention_cpu,
-    attention_gpu,
     attention_reference,
-    attention_tpu,
     attention_xla,
-    gpu_runtime,
     tpu_runtime,
 )
 from pallas_kernels.attention_plan import AttentionPlan, make_plan
@@ -136,8 +134,7 @@ def ragged_paged_attention(
     if name == "cpu":
         return attention_cpu.ragged_paged_attention(q, pool_layer, *batch, **options)
     if name in ("tpu", "gpu"):
-        kernel = attention_tpu if name == "tpu" else attention_gpu
-        return kernel.ragged_paged_attention(
+        return _kernel_module(name).ragged_paged_attention(
             q, pool_layer, *batch, **options, decode_only=decode_only
         )
     limits: dict[str, Any] = dict(
@@ -173,9 +170,9 @@ def choose_implementation(
     if wanted is None or plan is not None:
         return "xla"
     if wanted == "tpu":
-        reason = attention_tpu.unsupported_reason(q, pool_layer, kv_lens, block_tables)
+        reason = _kernel_module("tpu").unsupported_reason(q, pool_layer, kv_lens, block_tables)
     elif wanted == "gpu":
-        reason = attention_gpu.unsupported_reason(q, pool_layer)
+        reason = _kernel_module("gpu").unsupported_reason(q, pool_layer)
     else:
         reason = attention_cpu.unsupported_reason(q, pool_layer)
     if reason is not None and implementation is not None:
@@ -200,14 +197,21 @@ def uses_plan(implementation: str | None) -> bool:
 
 def _kernel_of_backend() -> str | None:
     """The name of the kernel that is made for what is being traced for; None if there is none."""
-    if tpu_runtime.interpret_mode() is False:  # on a TPU, or compiling for one elsewhere
+    if tpu_runtime.compiles():  # on a TPU, or compiling for one elsewhere
         return "tpu" if jax.default_backend() == "tpu" else None
     if jax.default_backend() == "gpu":
+        from pallas_kernels import gpu_runtime
+
         reason = gpu_runtime.missing_reason() or gpu_runtime.device_reason()
         if reason is not None:
             _log_once(reason)
         return "gpu" if reason is None else None
     return "cpu" if jax.default_backend() == "cpu" else None
+
+
+def _kernel_module(name: str) -> Any:
+    """Pallas's kernels of a name. It takes 25 MB and 0.3 s to import all, so only what runs is."""
+    return importlib.import_module(f"pallas_kernels.attention_{name}")
 
 
 @functools.cache

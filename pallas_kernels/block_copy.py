@@ -12,18 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import (
-    block_copy_reference,
-    block_copy_tpu,
-    block_copy_xla,
-)
+from pallas_kernels import block_copy_reference, block_copy_xla
 from pallas_kernels.pool_storage import check_pool
 
-_IMPLEMENTATIONS = {
-    "reference": block_copy_reference,
-    "tpu": block_copy_tpu,
-    "xla": block_copy_xla,
-}
+# But "tpu", which is imported where it is used.
+_IMPLEMENTATIONS = {"reference": block_copy_reference, "xla": block_copy_xla}
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 # One layer's array, or a pytree (a tuple, say) of them.
 Layers = TypeVar("Layers")
@@ -177,16 +170,18 @@ def _checked_count(name: str, count: jax.Array | int) -> jax.Array:
 
 
 def _pick(implementation: str | None, pools: list[jax.Array], ids: jax.Array) -> ModuleType:
-    reason = block_copy_tpu.unsupported_reason(pools, ids.shape[0])
-    if implementation is None:
-        implementation = "tpu" if jax.default_backend() == "tpu" and reason is None else "xla"
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}; use None or one of {sorted(_IMPLEMENTATIONS)}"
-        )
-    if implementation == "tpu" and reason is not None:
-        raise ValueError(f"implementation is 'tpu', but {reason}, or use 'xla'")
-    return _IMPLEMENTATIONS[implementation]
+    if implementation not in (None, "tpu", *_IMPLEMENTATIONS):
+        names = sorted(["tpu", *_IMPLEMENTATIONS])
+        raise ValueError(f"implementation is {implementation!r}; use None or one of {names}")
+    if implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu"):
+        from pallas_kernels import block_copy_tpu
+
+        reason = block_copy_tpu.unsupported_reason(pools, ids.shape[0])
+        if reason is None:
+            return block_copy_tpu
+        if implementation == "tpu":
+            raise ValueError(f"implementation is 'tpu', but {reason}, or use 'xla'")
+    return _IMPLEMENTATIONS[implementation or "xla"]
 
 
 def _movable(arrays: list[jax.Array], ops: ModuleType) -> list[jax.Array]:
@@ -195,7 +190,7 @@ def _movable(arrays: list[jax.Array], ops: ModuleType) -> list[jax.Array]:
     XLA's CPU backend would turn a float8 pool into float16 and back for every block, which alters
     NaNs and takes 250 ms for 10 MB; as bits the pool is copied once a call.
     """
-    if ops is block_copy_tpu:
+    if ops not in _IMPLEMENTATIONS.values():
         return arrays
     return [
         lax.bitcast_convert_type(array, jnp.uint8) if array.dtype in _FLOAT8 else array

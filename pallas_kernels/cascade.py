@@ -37,7 +37,6 @@ import numpy as np
 from flax import struct
 
 from pallas_kernels import attention_checks as checks
-from pallas_kernels import attention_tpu
 from pallas_kernels.attention import (
     choose_implementation,
     merge_attention,
@@ -295,16 +294,19 @@ def cascade_attention(
     )
     suffixes = (cascade.suffix_kv_lens, cascade.suffix_tables)
     name = choose_implementation(implementation, None, q, pool_layer, *suffixes)
-    if name == "tpu" and decode_only and attention_tpu.shared_tile_tokens(q, pool_layer) > 1:
-        return attention_tpu.attend_in_cascade(
-            q,
-            pool_layer,
-            tuple(map(jnp.asarray, prefixes)),
-            tuple(map(jnp.asarray, (*suffixes, query_starts, num_seqs))),
-            **values,
-            sinks=sinks,
-            return_lse=return_lse,
-        )
+    if name == "tpu" and decode_only:
+        from pallas_kernels import attention_tpu
+
+        if attention_tpu.shared_tile_tokens(q, pool_layer) > 1:
+            return attention_tpu.attend_in_cascade(
+                q,
+                pool_layer,
+                tuple(map(jnp.asarray, prefixes)),
+                tuple(map(jnp.asarray, (*suffixes, query_starts, num_seqs))),
+                **values,
+                sinks=sinks,
+                return_lse=return_lse,
+            )
     shared = ragged_paged_attention(q, pool_layer, *prefixes, causal=False, **options)
     own = ragged_paged_attention(
         q, pool_layer, *suffixes, query_starts, num_seqs, decode_only=decode_only, **options

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import attention_checks as checks
-from pallas_kernels import attention_tpu
 from pallas_kernels.attention import choose_implementation, ragged_paged_attention
 from pallas_kernels.kv_write import stored_values, write_kv
 from pallas_kernels.pool_storage import SCALED_POOL_DTYPES, check_pool, pool_layout
@@ -84,6 +83,8 @@ def write_and_attend(
         write_scales = dict(k_scale=k_scale, v_scale=v_scale)
     name = choose_implementation(implementation, None, q, pool_layer, kv_lens, block_tables)
     if name == "tpu":
+        from pallas_kernels import attention_tpu
+
         return attention_tpu.write_and_attend(
             q,
             stored_values("k", k, write_scales.get("k_scale"), pool_layer),

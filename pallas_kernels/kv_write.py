@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import kv_write_reference, kv_write_tpu, kv_write_xla
+from pallas_kernels import kv_write_reference, kv_write_xla
 from pallas_kernels.pool_storage import SCALED_POOL_DTYPES, check_pool, to_storage
 
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-_IMPLEMENTATIONS = {
+_IMPLEMENTATIONS = {  # but "tpu", which is imported where it is used
     "reference": kv_write_reference.write_kv,
-    "tpu": kv_write_tpu.write_kv,
     "cpu": kv_write_xla.write_kv,  # next to attention's C++ kernel; one scatter is fast enough
     "gpu": kv_write_xla.write_kv,  # the same
     "xla": kv_write_xla.write_kv,
@@ -67,17 +66,19 @@ def write_kv(
         return pool_layer
     stored_k = stored_values("k", k, k_scale, pool_layer)
     stored_v = stored_values("v", v, v_scale, pool_layer)
-    reason = kv_write_tpu.unsupported_reason(pool_layer, k.shape[2], k.shape[0])
-    if implementation is None:
-        implementation = "tpu" if jax.default_backend() == "tpu" and reason is None else "xla"
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation is {implementation!r}; use None or one of {sorted(_IMPLEMENTATIONS)}"
-        )
-    if implementation == "tpu" and reason is not None:
-        raise ValueError(f"implementation is 'tpu', but {reason}, or use 'xla'")
-    write = _IMPLEMENTATIONS[implementation]
-    if implementation == "tpu" or pool_layer.dtype not in _FLOAT8:
+    if implementation not in (None, "tpu", *_IMPLEMENTATIONS):
+        names = sorted(["tpu", *_IMPLEMENTATIONS])
+        raise ValueError(f"implementation is {implementation!r}; use None or one of {names}")
+    if implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu"):
+        from pallas_kernels import kv_write_tpu
+
+        reason = kv_write_tpu.unsupported_reason(pool_layer, k.shape[2], k.shape[0])
+        if reason is None:
+            return kv_write_tpu.write_kv(pool_layer, stored_k, stored_v, slot_mapping)
+        if implementation == "tpu":
+            raise ValueError(f"implementation is 'tpu', but {reason}, or use 'xla'")
+    write = _IMPLEMENTATIONS[implementation or "xla"]
+    if pool_layer.dtype not in _FLOAT8:
         return write(pool_layer, stored_k, stored_v, slot_mapping)
     # XLA's CPU backend would turn a float8 pool into float16 and back, which alters NaNs and takes
     # 2 to 18 ms for 10 MB; moved as bits, the pool is copied in 1.1 to 1.4 ms.

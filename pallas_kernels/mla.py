@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mla_reference, mla_tpu, mla_xla
+from pallas_kernels import mla_reference, mla_xla
 from pallas_kernels.attention_checks import check_are_arrays, check_batch, check_positive_int
 from pallas_kernels.pool_storage import FLOAT_POOL_DTYPES
 
@@ -98,17 +98,19 @@ def mla_attention(
     # Numpy's arrays would fail where a traced value indexes them.
     q_latent, q_rope, pool_layer = map(jnp.asarray, (q_latent, q_rope, pool_layer))
     arrays = tuple(map(jnp.asarray, batch.values()))
-    name = implementation
-    reason = mla_tpu.unsupported_reason(q_latent, pool_layer)
-    if name is None:
-        name = "tpu" if jax.default_backend() == "tpu" and reason is None else "xla"
-    if name not in MLA_IMPLEMENTATIONS:
+    if implementation not in (None, *MLA_IMPLEMENTATIONS):
         raise ValueError(
             f"implementation is {implementation!r}; use None or one of {list(MLA_IMPLEMENTATIONS)}"
         )
-    if name == "tpu" and reason is not None:
-        raise ValueError(f"implementation 'tpu' does not take this: {reason}")
-    module = {"reference": mla_reference, "xla": mla_xla, "tpu": mla_tpu}[name]
+    module: Any = mla_reference if implementation == "reference" else mla_xla
+    if implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu"):
+        from pallas_kernels import mla_tpu
+
+        reason = mla_tpu.unsupported_reason(q_latent, pool_layer)
+        if reason is None:
+            module = mla_tpu
+        elif implementation == "tpu":
+            raise ValueError(f"implementation 'tpu' does not take this: {reason}")
     out, lse = module.mla_attention(
         q_latent, q_rope, pool_layer, *arrays, scale=float(scale), return_lse=return_lse
     )

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.experimental.pallas import tpu as pltpu
 
 _must_compile = contextvars.ContextVar("must_compile", default=False)
 _generation = contextvars.ContextVar[str | None]("generation", default=None)
 _detect_races = contextvars.ContextVar("detect_races", default=False)
+
+
+def compiles() -> bool:
+    """Whether a TPU kernel traced now is compiled: on a TPU, and under `force_compile`."""
+    return _must_compile.get() or jax.default_backend() == "tpu"
 
 
 def interpret_mode() -> Any:
@@ -21,8 +25,10 @@ def interpret_mode() -> Any:
     False on a TPU, and under `force_compile`; elsewhere the parameters of Pallas's TPU
     interpreter, whose uninitialised memory is NaN so that a kernel that reads it shows.
     """
-    if _must_compile.get() or jax.default_backend() == "tpu":
+    if compiles():
         return False
+    from jax.experimental.pallas import tpu as pltpu  # not needed to run on other devices
+
     is_watched = _detect_races.get()
     # Copies done at the wait show what is read before it, copies done at the start let the
     # detector see what is never waited for.

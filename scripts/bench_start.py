@@ -9,7 +9,8 @@ that a process before it filled. "on demand" compiles a shape when it is first n
 (warmup=False), "eager" all of them first.
 
 Seconds count from the start of the process. Memory is resident size in MB of 10**6 bytes, code of
-libraries included. The last line is one JSON object.
+libraries included; of the pool, the pages that were written so far. The last line is one JSON
+object.
 """
 
 import json
@@ -51,6 +52,8 @@ ROWS = {
     "package_mb": "+ package",
     "weights_mb": "weights, by their sizes",
     "pool_mb": "pool, by its size",
+    "pool_at_start_mb": "  of it resident with the engine",
+    "pool_at_end_mb": "  of it resident after the requests",
     "temporary_mb": "a step's temporaries, by the compiler",
     "programs": "programs compiled or loaded",
     "after_load_mb": "resident after loading",
@@ -108,6 +111,12 @@ def measure(mode: str) -> dict[str, float]:
     )
     mark("engine_s")
     figures["after_engine_mb"] = resident_mb()
+
+    def pool_resident_mb() -> float:
+        pool = llm.engine.runner.pool
+        return (pool.num_bytes - pool.absent_bytes()) / 1e6
+
+    figures["pool_at_start_mb"] = pool_resident_mb()
     prompts = [[(7 * i + 31 * j) % 8192 for j in range(PROMPT_LEN)] for i in range(33)]
     requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -124,11 +133,12 @@ def measure(mode: str) -> dict[str, float]:
         "pool_mb": runner.pool.num_bytes / 1e6,
         "temporary_mb": runner.temporary_bytes / 1e6,
         "programs": runner.num_programs,
+        "pool_at_end_mb": pool_resident_mb(),
         "after_rest_mb": resident_mb(),
         "peak_mb": resident_bytes()["peak"] / 1e6,
     }
     figures["programs_mb"] = figures["after_rest_mb"] - figures["after_load_mb"]
-    figures["programs_mb"] -= figures["pool_mb"]
+    figures["programs_mb"] -= figures["pool_at_end_mb"]
     return figures
 
 

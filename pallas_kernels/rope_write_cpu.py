@@ -2,7 +2,8 @@
 
 The kernel is `rope_write_cpu.cc`, which says how it works; it is built on first use
 (`native_build`) and called through XLA's foreign function interface. It is an operation like any
-other: under jit, in loops, under shard_map, in XLA's persistent cache.
+other: under jit, in loops, under shard_map, in XLA's persistent cache. vmap runs it one batch after
+another.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def rope_write(
             jax.ShapeDtypeStruct(pool_layer.shape, pool_layer.dtype),
         ),
         input_output_aliases={3: 1},
+        vmap_method="sequential",
     )
     q, pool_layer = call(
         rows,

@@ -257,6 +257,17 @@ def test_a_pool_that_is_not_donated_stays_as_it_was() -> None:
     np.testing.assert_array_equal(step.arrays[3], before)
 
 
+def test_under_vmap() -> None:
+    """Two pools and two batches of rows, one after the other."""
+    steps = [dataclasses.replace(STEPS["int8"], seed=seed) for seed in (5, 6)]
+    stacked = [jnp.stack(arrays) for arrays in zip(*(step.arrays for step in steps), strict=True)]
+    q, pools = jax.jit(jax.vmap(functools.partial(rope_write, **steps[0].options)))(*stacked)
+    for i, step in enumerate(steps):
+        expected_q, expected_pool = rope_write(*step.arrays, **steps[0].options)
+        np.testing.assert_array_equal(q[i], expected_q)
+        np.testing.assert_array_equal(pools[i], expected_pool)
+
+
 @pytest.mark.parametrize("mapping", ["shard_map", "pmap"])
 def test_in_place_over_devices(mapping: str) -> None:
     """Each of two devices has some KV heads, and its part of the pool."""

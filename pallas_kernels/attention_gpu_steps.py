@@ -234,7 +234,14 @@ def _mask(
         rows = plgpu.broadcasted_iota(
             jnp.int32, (spec.warpgroup_rows,), 0, layout=layout.reduce(spec.keys_axis)
         )
-        own = lax.div(rows + first_row, jnp.int32(spec.group)) + (place.position - position)
+        own = lax.div(rows + first_row, jnp.int32(spec.group))
+        if spec.sliding_window is None:
+            # Positions in the sequence: counted from the chunk's first token, the keys' would be
+            # the same in all chunks, and the compiler would keep all of them in registers. With a
+            # window it finds fewer the other way.
+            keys, own = keys + position, own + place.position
+        else:
+            own = own + (place.position - position)
 
         def spread(of_rows: jax.Array) -> jax.Array:
             return lax.broadcast_in_dim(of_rows, shape, [1 - spec.keys_axis])

@@ -79,8 +79,6 @@ class PackedStrings(Sequence[str]):
             return NotImplemented
         return list(self) == list(other)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType]  # as of a list
-
     def __repr__(self) -> str:
         return repr(list(self))
 

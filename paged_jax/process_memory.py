@@ -55,8 +55,10 @@ def releasing_code(every_seconds: float = 0.05) -> Iterator[None]:
     A compiler's passes run one after the other, each through code of its own: so no more of it is
     in memory than a pass or two need.
     """
-    pages = _library_pages() if _glibc() is not None else []
-    done = threading.Event()
+    if _glibc() is None:
+        yield
+        return
+    pages, done = _library_pages(), threading.Event()
 
     def release() -> None:
         while not done.wait(every_seconds):

@@ -9,9 +9,7 @@ shard_map, in XLA's persistent cache. vmap runs it one batch after another.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import logging
 import pathlib
 
 import jax
@@ -19,18 +17,21 @@ import jax.ffi
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.native_build import NativeBuildError, build_library, source_digest
+from pallas_kernels.native_build import NativeKernel, register_handler
 
 _FOLDER = pathlib.Path(__file__).parent
-_SOURCE = _FOLDER / "attention_cpu.cc"
-_HEADERS = tuple(
-    _FOLDER / name
-    for name in (
-        "attention_cpu_math.h",
-        "attention_cpu_plan.h",
-        "attention_cpu_pool.h",
-        "matmul_cpu_threads.h",
-    )
+_HEADERS = (
+    "attention_cpu_math.h",
+    "attention_cpu_plan.h",
+    "attention_cpu_pool.h",
+    "matmul_cpu_threads.h",
+)
+_KERNEL = NativeKernel(
+    name="paged_attention",
+    does="attention on CPU runs",
+    source=_FOLDER / "attention_cpu.cc",
+    headers=tuple(_FOLDER / name for name in _HEADERS),
+    register=functools.partial(register_handler, symbol="PagedAttention"),
 )
 # The numbers are those of PoolKind in attention_cpu_pool.h.
 POOL_KINDS = {
@@ -43,8 +44,6 @@ POOL_KINDS = {
     jnp.dtype(jnp.float8_e5m2): 5,
 }
 MAX_HEAD_DIM = 1024  # kMaxHeadDim there
-
-_log = logging.getLogger(__name__)
 
 
 def unsupported_reason(q: jax.Array, pool_layer: jax.Array) -> str | None:
@@ -155,7 +154,7 @@ def _call(
     """The kernel's two results; the second is empty without returns_lse."""
     num_rows, num_q_heads, _ = q.shape
     call = jax.ffi.ffi_call(
-        _target_name(),
+        _KERNEL.target,
         (
             jax.ShapeDtypeStruct(q.shape, q.dtype),
             jax.ShapeDtypeStruct((num_rows, num_q_heads) if returns_lse else (0,), jnp.float32),
@@ -169,20 +168,6 @@ def _call(
     return out, lse
 
 
-@functools.cache
-def _target_name() -> str:
-    """With the sources' digest, so that no program from XLA's cache meets a kernel of another."""
-    return f"paged_attention_{source_digest((_SOURCE, *_HEADERS))}"
-
-
-@functools.cache
 def missing_reason() -> str | None:
     """Builds and registers the kernel, once a process; why it is not there, or None."""
-    try:
-        library = ctypes.CDLL(str(build_library(_SOURCE, _HEADERS)))
-        handler = library.PagedAttention
-    except (NativeBuildError, OSError, AttributeError) as error:
-        _log.info("attention on CPU runs in XLA, without its C++ kernel: %s", error)
-        return f"there is no C++ kernel: {error}"
-    jax.ffi.register_ffi_target(_target_name(), jax.ffi.pycapsule(handler), platform="cpu")
-    return None
+    return _KERNEL.missing_reason

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import block_copy_reference, block_copy_xla
+from pallas_kernels import block_copy_reference, block_copy_xla, tpu_runtime
 from pallas_kernels.pool_storage import check_pool
 
 # But "tpu", which is imported where it is used.
@@ -170,18 +170,10 @@ def _checked_count(name: str, count: jax.Array | int) -> jax.Array:
 
 
 def _pick(implementation: str | None, pools: list[jax.Array], ids: jax.Array) -> ModuleType:
-    if implementation not in (None, "tpu", *_IMPLEMENTATIONS):
-        names = sorted(["tpu", *_IMPLEMENTATIONS])
-        raise ValueError(f"implementation is {implementation!r}; use None or one of {names}")
-    if implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu"):
-        from pallas_kernels import block_copy_tpu
-
-        reason = block_copy_tpu.unsupported_reason(pools, ids.shape[0])
-        if reason is None:
-            return block_copy_tpu
-        if implementation == "tpu":
-            raise ValueError(f"implementation is 'tpu', but {reason}, or use 'xla'")
-    return _IMPLEMENTATIONS[implementation or "xla"]
+    kernel = tpu_runtime.chosen_module(
+        "block_copy_tpu", implementation, _IMPLEMENTATIONS, pools, ids.shape[0]
+    )
+    return kernel or _IMPLEMENTATIONS[implementation or "xla"]
 
 
 def _movable(arrays: list[jax.Array], ops: ModuleType) -> list[jax.Array]:

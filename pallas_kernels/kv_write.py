@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import kv_write_reference, kv_write_xla
+from pallas_kernels import kv_write_reference, kv_write_xla, tpu_runtime
 from pallas_kernels.pool_storage import SCALED_POOL_DTYPES, check_pool, to_storage
 
 _FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -66,17 +66,10 @@ def write_kv(
         return pool_layer
     stored_k = stored_values("k", k, k_scale, pool_layer)
     stored_v = stored_values("v", v, v_scale, pool_layer)
-    if implementation not in (None, "tpu", *_IMPLEMENTATIONS):
-        names = sorted(["tpu", *_IMPLEMENTATIONS])
-        raise ValueError(f"implementation is {implementation!r}; use None or one of {names}")
-    if implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu"):
-        from pallas_kernels import kv_write_tpu
-
-        reason = kv_write_tpu.unsupported_reason(pool_layer, k.shape[2], k.shape[0])
-        if reason is None:
-            return kv_write_tpu.write_kv(pool_layer, stored_k, stored_v, slot_mapping)
-        if implementation == "tpu":
-            raise ValueError(f"implementation is 'tpu', but {reason}, or use 'xla'")
+    sizes = (pool_layer, k.shape[2], k.shape[0])
+    kernel = tpu_runtime.chosen_module("kv_write_tpu", implementation, _IMPLEMENTATIONS, *sizes)
+    if kernel is not None:
+        return kernel.write_kv(pool_layer, stored_k, stored_v, slot_mapping)
     write = _IMPLEMENTATIONS[implementation or "xla"]
     if pool_layer.dtype not in _FLOAT8:
         return write(pool_layer, stored_k, stored_v, slot_mapping)

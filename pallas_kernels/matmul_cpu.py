@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
-import logging
 import pathlib
 
 import jax
@@ -19,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tpu_runtime
-from pallas_kernels.native_build import NativeBuildError, build_library, source_digest
+from pallas_kernels.native_build import NativeKernel, register_handler
 
 _FOLDER = pathlib.Path(__file__).parent
 SOURCE = _FOLDER / "matmul_cpu.cc"
@@ -40,8 +38,6 @@ _X_DTYPES = (jnp.float32, jnp.bfloat16)
 _WEIGHT_DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.uint8)
 # Of the blocks that `matmul_cpu_int4.h` describes.
 INT4_COLUMNS, INT4_ROWS, INT4_BLOCK_BYTES = 32, 16, 320
-
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,7 +132,7 @@ def matmul(
             f"{weight.shape}"
         )
     call = jax.ffi.ffi_call(
-        target or _target_name(),
+        target or _KERNEL.target,
         jax.ShapeDtypeStruct((x.shape[0], _num_results(weight.shape[0], fused)), jnp.float32),
         vmap_method="sequential",
     )
@@ -192,7 +188,7 @@ def matmul_int4(
             "each half is whole blocks"
         )
     call = jax.ffi.ffi_call(
-        f"{target or _target_name()}_int4",
+        f"{target or _KERNEL.target}_int4",
         jax.ShapeDtypeStruct((x.shape[0], _num_results(num_out, fused)), jnp.float32),
         vmap_method="sequential",
     )
@@ -241,27 +237,22 @@ def register(library: pathlib.Path, target: str) -> str:
     Raises:
       OSError, AttributeError: it cannot be loaded, or is another library.
     """
-    loaded = ctypes.CDLL(str(library))
-    handler = jax.ffi.pycapsule(loaded.PagedMatmul)
-    loaded.PagedMatmulInt8Product.restype = ctypes.c_char_p
-    jax.ffi.register_ffi_target(target, handler, platform="cpu")
-    int4_handler = jax.ffi.pycapsule(loaded.PagedMatmulInt4)
-    jax.ffi.register_ffi_target(f"{target}_int4", int4_handler, platform="cpu")
-    return loaded.PagedMatmulInt8Product().decode()
+    register_handler(library, target, "PagedMatmul")
+    register_handler(library, f"{target}_int4", "PagedMatmulInt4")
+    int8_product = ctypes.CDLL(str(library)).PagedMatmulInt8Product
+    int8_product.restype = ctypes.c_char_p
+    return int8_product().decode()
 
 
-@functools.cache
-def _target_name() -> str:
-    """With the sources' digest, so that no program from XLA's cache meets a kernel of another."""
-    return f"paged_matmul_{source_digest((SOURCE, *HEADERS))}"
+_KERNEL = NativeKernel(
+    name="paged_matmul",
+    does="matrix products on CPU run",
+    source=SOURCE,
+    headers=HEADERS,
+    register=register,
+)
 
 
-@functools.cache
 def missing_reason() -> str | None:
     """Builds and registers the kernel, once a process; why it is not there, or None."""
-    try:
-        register(build_library(SOURCE, HEADERS), _target_name())
-    except (NativeBuildError, OSError, AttributeError) as error:
-        _log.info("matrix products on CPU run in XLA, without their C++ kernel: %s", error)
-        return f"there is no C++ kernel: {error}"
-    return None
+    return _KERNEL.missing_reason

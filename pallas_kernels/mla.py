@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mla_reference, mla_xla
+from pallas_kernels import mla_reference, mla_xla, tpu_runtime
 from pallas_kernels.attention_checks import check_are_arrays, check_batch, check_positive_int
 from pallas_kernels.pool_storage import FLOAT_POOL_DTYPES
 
@@ -98,19 +98,9 @@ def mla_attention(
     # Numpy's arrays would fail where a traced value indexes them.
     q_latent, q_rope, pool_layer = map(jnp.asarray, (q_latent, q_rope, pool_layer))
     arrays = tuple(map(jnp.asarray, batch.values()))
-    if implementation not in (None, *MLA_IMPLEMENTATIONS):
-        raise ValueError(
-            f"implementation is {implementation!r}; use None or one of {list(MLA_IMPLEMENTATIONS)}"
-        )
-    module: Any = mla_reference if implementation == "reference" else mla_xla
-    if implementation == "tpu" or (implementation is None and jax.default_backend() == "tpu"):
-        from pallas_kernels import mla_tpu
-
-        reason = mla_tpu.unsupported_reason(q_latent, pool_layer)
-        if reason is None:
-            module = mla_tpu
-        elif implementation == "tpu":
-            raise ValueError(f"implementation 'tpu' does not take this: {reason}")
+    others: dict[str, Any] = {"reference": mla_reference, "xla": mla_xla}
+    module: Any = tpu_runtime.chosen_module("mla_tpu", implementation, others, q_latent, pool_layer)
+    module = module or others[implementation or "xla"]
     out, lse = module.mla_attention(
         q_latent, q_rope, pool_layer, *arrays, scale=float(scale), return_lse=return_lse
     )

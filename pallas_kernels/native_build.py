@@ -12,7 +12,11 @@ Environment:
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import functools
 import hashlib
+import logging
 import os
 import pathlib
 import platform
@@ -20,7 +24,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.ffi
@@ -43,9 +47,52 @@ _FLAGS = (
 )
 _TIMEOUT_SECONDS = 300
 
+_log = logging.getLogger(__name__)
+
 
 class NativeBuildError(RuntimeError):
     """Why there is no library: native code is off, or no compiler, or it failed."""
+
+
+def register_handler(library: pathlib.Path, target: str, symbol: str) -> None:
+    """Makes a built library's handler known to XLA under a name.
+
+    Raises:
+      OSError, AttributeError: it cannot be loaded, or is another library.
+    """
+    handler = getattr(ctypes.CDLL(str(library)), symbol)
+    jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NativeKernel:
+    """A C++ source whose operations XLA calls, built and registered when it is first asked for.
+
+    name: what XLA knows it by begins with it. does: for the log, as in "attention on CPU runs".
+    source, headers: as for `build_library`.
+    register: of a library, under a target's name; raises as `register_handler` does.
+    """
+
+    name: str
+    does: str
+    source: pathlib.Path
+    headers: tuple[pathlib.Path, ...]
+    register: Callable[[pathlib.Path, str], object]
+
+    @functools.cached_property
+    def target(self) -> str:
+        """With the sources' digest, so that no program from XLA's cache meets another kernel."""
+        return f"{self.name}_{source_digest((self.source, *self.headers))}"
+
+    @functools.cached_property
+    def missing_reason(self) -> str | None:
+        """Builds and registers it, once a process; why it is not there, or None."""
+        try:
+            self.register(build_library(self.source, self.headers), self.target)
+        except (NativeBuildError, OSError, AttributeError) as error:
+            _log.info("%s in XLA, without the C++ kernel: %s", self.does, error)
+            return f"there is no C++ kernel: {error}"
+        return None
 
 
 def source_digest(sources: Sequence[pathlib.Path]) -> str:

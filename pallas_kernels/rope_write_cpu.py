@@ -8,9 +8,7 @@ another.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import logging
 import pathlib
 
 import jax
@@ -20,18 +18,19 @@ import numpy as np
 
 from pallas_kernels import tpu_runtime
 from pallas_kernels.attention_cpu import MAX_HEAD_DIM, POOL_KINDS
-from pallas_kernels.native_build import NativeBuildError, build_library, source_digest
+from pallas_kernels.native_build import NativeKernel, register_handler
 
 _FOLDER = pathlib.Path(__file__).parent
-_SOURCE = _FOLDER / "rope_write_cpu.cc"
-_HEADERS = tuple(
-    _FOLDER / name
-    for name in ("attention_cpu_math.h", "attention_cpu_pool.h", "matmul_cpu_threads.h")
+_HEADERS = ("attention_cpu_math.h", "attention_cpu_pool.h", "matmul_cpu_threads.h")
+_KERNEL = NativeKernel(
+    name="paged_rope_write",
+    does="rotary embedding and KV writes on CPU run",
+    source=_FOLDER / "rope_write_cpu.cc",
+    headers=tuple(_FOLDER / name for name in _HEADERS),
+    register=functools.partial(register_handler, symbol="PagedRopeWrite"),
 )
 _ROW_DTYPES = (jnp.float32, jnp.bfloat16)
 _POOL_DTYPES = (jnp.float32, jnp.uint16, jnp.int8)
-
-_log = logging.getLogger(__name__)
 
 
 def unsupported_reason(rows: jax.Array, pool_layer: jax.Array) -> str | None:
@@ -100,7 +99,7 @@ def rope_write(
         return jnp.zeros(0, jnp.float32) if values is None else values.astype(jnp.float32)
 
     call = jax.ffi.ffi_call(
-        _target_name(),
+        _KERNEL.target,
         (
             jax.ShapeDtypeStruct(
                 (num_rows, num_kv_heads * (group_and_two - 2), head_dim), rows.dtype
@@ -148,20 +147,6 @@ def _check_shapes(
             raise ValueError(f"{name} has shape {values.shape}; rows {rows.shape} need {wanted}")
 
 
-@functools.cache
-def _target_name() -> str:
-    """With the sources' digest, so that no program from XLA's cache meets a kernel of another."""
-    return f"paged_rope_write_{source_digest((_SOURCE, *_HEADERS))}"
-
-
-@functools.cache
 def missing_reason() -> str | None:
     """Builds and registers the kernel, once a process; why it is not there, or None."""
-    try:
-        library = ctypes.CDLL(str(build_library(_SOURCE, _HEADERS)))
-        handler = jax.ffi.pycapsule(library.PagedRopeWrite)
-    except (NativeBuildError, OSError, AttributeError) as error:
-        _log.info("rotary embedding and KV writes on CPU run in XLA, without C++: %s", error)
-        return f"there is no C++ kernel: {error}"
-    jax.ffi.register_ffi_target(_target_name(), handler, platform="cpu")
-    return None
+    return _KERNEL.missing_reason

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+import importlib
+from collections.abc import Collection, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -17,6 +19,34 @@ _detect_races = contextvars.ContextVar("detect_races", default=False)
 def compiles() -> bool:
     """Whether a TPU kernel traced now is compiled: on a TPU, and under `force_compile`."""
     return _must_compile.get() or jax.default_backend() == "tpu"
+
+
+def chosen_module(
+    name: str, implementation: str | None, others: Collection[str], *arguments: Any
+) -> ModuleType | None:
+    """The module of an op's TPU kernel, if that is what runs; it is imported only then.
+
+    Args:
+      name: of the module in this package; it has a function unsupported_reason(*arguments).
+      implementation: what the caller asks for; None for the kernel on a TPU that takes this.
+      others: the op's implementations but "tpu".
+
+    Returns:
+      The module, or None where one of the others runs.
+
+    Raises:
+      ValueError: the implementation is unknown, or "tpu" and the kernel does not take this.
+    """
+    if implementation not in (None, "tpu", *others):
+        names = sorted(["tpu", *others])
+        raise ValueError(f"implementation is {implementation!r}; use None or one of {names}")
+    if implementation != "tpu" and (implementation is not None or jax.default_backend() != "tpu"):
+        return None
+    module = importlib.import_module(f"pallas_kernels.{name}")
+    reason = module.unsupported_reason(*arguments)
+    if reason is not None and implementation is not None:
+        raise ValueError(f"implementation is 'tpu', but {reason}, or use 'xla'")
+    return module if reason is None else None
 
 
 def interpret_mode() -> Any:

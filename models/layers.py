@@ -83,6 +83,22 @@ def add_linear(
     return residual + row_parallel_linear(x, weight, tensor_axis)
 
 
+def can_find_largest(x: jax.Array, weight: Matrix) -> bool:
+    """Whether find_largest() runs here on x[N, in] and weight[out, in]."""
+    return not isinstance(weight, Int4Matrix) and _has_kernel(x, weight)
+
+
+def find_largest(x: jax.Array, weight: Matrix) -> tuple[jax.Array, jax.Array]:
+    """Where each row of linear(x, weight) is largest, and that number; see `matmul_cpu.largest`.
+
+    Returns: int32[N], the first of equal ones; float32[N], NaN for a row that holds NaN.
+    """
+    if isinstance(weight, QuantizedMatrix):
+        return weight.largest_by_kernel(x)
+    assert isinstance(weight, jax.Array)
+    return matmul_cpu.largest(x, weight)
+
+
 def _fused_linear(x: jax.Array, weight: Matrix, fused: Fused) -> jax.Array:
     """The C++ product of x[N, ...] in float32."""
     if isinstance(weight, QuantizedMatrix | Int4Matrix):

@@ -181,8 +181,28 @@ def logits(
         tensor_axis: as in forward(); the vocabulary may be split over it or whole on each device.
     Returns: float32[N, vocab_size], equal on every device.
     """
-    head = params.embed if params.lm_head is None else params.lm_head
+    head = _head(params)
     scores = layers.linear(hidden, head, out_dtype=jnp.dtype(jnp.float32))
     if tensor_axis is not None and head.shape[0] != config.vocab_size:
         scores = lax.all_gather(scores, tensor_axis, axis=1, tiled=True)
     return scores
+
+
+def can_find_likeliest(params: LlamaParams, hidden: jax.Array) -> bool:
+    """Whether likeliest() runs here on these."""
+    return layers.can_find_largest(hidden, _head(params))
+
+
+def likeliest(params: LlamaParams, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where logits() are largest, and what they are there; they are not made for it.
+
+    Args:
+        params: whole; the vocabulary is not split.
+        hidden: [N, E] from forward().
+    Returns: int32[N], the lowest id among equals; float32[N], NaN if any score of the row is.
+    """
+    return layers.find_largest(hidden, _head(params))
+
+
+def _head(params: LlamaParams) -> layers.Matrix:
+    return params.embed if params.lm_head is None else params.lm_head

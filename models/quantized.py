@@ -86,6 +86,16 @@ class QuantizedMatrix:
             fused=fused,
         )
 
+    def largest_by_kernel(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """As `matmul_cpu.largest`, of multiply_by_kernel(x)."""
+        return matmul_cpu.largest(
+            x,
+            self.values,
+            self.scale,
+            quantizes_x=self.mode == "int8",
+            hadamard_size=self.hadamard_size,
+        )
+
     def multiply(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x @ matrix.T.
 

@@ -70,14 +70,14 @@ class SamplingBatch:
     forced_tokens: Any
 
     @property
-    def is_plain(self) -> bool:
+    def is_plain(self) -> Any:
         """Whether the likeliest token is all that any row asks for: no temperature, no mask, no
-        logprobs. Of numpy arrays.
+        logprobs. A bool of the arrays' kind.
         """
-        return not (
+        return ~(
             (self.temperature > 0).any()
-            or (self.num_logprobs >= 0).any()
-            or (self.masked_tokens >= 0).any()
+            | (self.num_logprobs >= 0).any()
+            | (self.masked_tokens >= 0).any()
         )
 
 
@@ -135,23 +135,23 @@ def sample(logits: jax.Array, batch: SamplingBatch, *, is_plain: bool = False) -
             f"to match a SamplingBatch of {num_rows} rows"
         )
     likeliest, raw_max = _argmax(logits)
-    token_ids, row_max = likeliest, raw_max
-    if not is_plain:
-        token_ids, row_max = lax.cond(
-            jnp.any(batch.temperature > 0) | jnp.any(batch.masked_tokens >= 0),
-            lambda: _mask_and_pick(logits, batch),
-            lambda: (likeliest, raw_max),
-        )
     # Whether max() passes nan on differs between backends, so nan is looked for.
-    is_finite = jnp.all(logits < jnp.inf, axis=-1) & jnp.isfinite(row_max)
-    token_ids = jnp.where(is_finite, token_ids, 0)
-    token_ids = jnp.where(batch.forced_tokens >= 0, batch.forced_tokens, token_ids)
+    has_no_nan = jnp.all(logits < jnp.inf, axis=-1)
     if is_plain:
-        logprob, rank, top_ids, top_logprobs = _no_logprobs(logits, raw_max, token_ids)
-    else:
-        logprob, rank, top_ids, top_logprobs = lax.cond(
-            jnp.any(batch.num_logprobs >= 0), _logprobs, _no_logprobs, logits, raw_max, token_ids
-        )
+        largest = jnp.where(has_no_nan, raw_max, jnp.nan)
+        return plain_output(likeliest, largest, batch, vocab_size=logits.shape[-1])
+    token_ids, row_max = lax.cond(
+        jnp.any(batch.temperature > 0) | jnp.any(batch.masked_tokens >= 0),
+        lambda: _mask_and_pick(logits, batch),
+        lambda: (likeliest, raw_max),
+    )
+    is_finite = has_no_nan & jnp.isfinite(row_max)
+    token_ids = _known_or(token_ids, is_finite, batch)
+    logprob, rank, top_ids, top_logprobs = lax.cond(
+        jnp.any(batch.num_logprobs >= 0),
+        lambda: _logprobs(logits, raw_max, token_ids),
+        lambda: _no_logprobs(*logits.shape),
+    )
     return SamplerOutput(
         token_ids=token_ids,
         logprob=logprob,
@@ -160,6 +160,36 @@ def sample(logits: jax.Array, batch: SamplingBatch, *, is_plain: bool = False) -
         top_logprobs=top_logprobs,
         is_finite=is_finite,
     )
+
+
+def plain_output(
+    likeliest: jax.Array, largest: jax.Array, batch: SamplingBatch, *, vocab_size: int
+) -> SamplerOutput:
+    """What `sample` gives for a batch that is plain, from what it takes of the logits.
+
+    Args:
+        likeliest: int32[S], where a row's logits are largest.
+        largest: float32[S], what they are there; nan if any of them is.
+        batch: arrays of S rows, plain ones.
+        vocab_size: of the logits, V.
+    """
+    is_finite = jnp.isfinite(largest)
+    token_ids = _known_or(likeliest, is_finite, batch)
+    logprob, rank, top_ids, top_logprobs = _no_logprobs(likeliest.shape[0], vocab_size)
+    return SamplerOutput(
+        token_ids=token_ids,
+        logprob=logprob,
+        rank=rank,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        is_finite=is_finite,
+    )
+
+
+def _known_or(token_ids, is_finite, batch):
+    """The tokens that are forced, else those that were drawn, else 0."""
+    token_ids = jnp.where(is_finite, token_ids, 0)
+    return jnp.where(batch.forced_tokens >= 0, batch.forced_tokens, token_ids)
 
 
 def _argmax(logits):
@@ -363,10 +393,8 @@ def _logprobs(logits, row_max, token_ids):
     return logprob(drawn)[:, 0], rank, top_ids, logprob(top_logits)
 
 
-def _no_logprobs(logits, row_max, token_ids):
-    del row_max, token_ids  # the same signature as _logprobs, for lax.cond
-    num_rows, num_top = logits.shape[0], min(MAX_LOGPROBS, logits.shape[-1])
-    per_row, per_top = (num_rows,), (num_rows, num_top)
+def _no_logprobs(num_rows, vocab_size):
+    per_row, per_top = (num_rows,), (num_rows, min(MAX_LOGPROBS, vocab_size))
     return (
         jnp.zeros(per_row, jnp.float32),
         jnp.zeros(per_row, jnp.int32),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from paged_jax.attend import paged_attend
 from paged_jax.batch import StepBatch
 from paged_jax.kv_pool import KVPool
 from paged_jax.models.config import ModelConfig
 from paged_jax.models.registry import model_module
-from paged_jax.sampling import SamplerOutput, SamplingBatch, sample
+from paged_jax.sampling import SamplerOutput, SamplingBatch, plain_output, sample
 
 
 def forward(
@@ -42,6 +43,29 @@ def forward(
       The pool, and float32[S, vocab_size]: the logits after each token of `batch.sample_rows`,
       the last one of each sequence. Rows of padding mean nothing.
     """
+    pool, rows = _hidden_rows(
+        params,
+        pool,
+        batch,
+        config=config,
+        decode_only=decode_only,
+        attention_implementation=attention_implementation,
+        tensor_axis=tensor_axis,
+    )
+    return pool, model_module(config).logits(params, rows, config=config, tensor_axis=tensor_axis)
+
+
+def _hidden_rows(
+    params,
+    pool: KVPool,
+    batch: StepBatch,
+    *,
+    config: ModelConfig,
+    decode_only: bool,
+    attention_implementation: str | None,
+    tensor_axis: str | None,
+) -> tuple[KVPool, jax.Array]:
+    """As `forward`, before the output head: [S, E], after each token of `batch.sample_rows`."""
     model = model_module(config)
     batch = jax.tree.map(jnp.asarray, batch)  # It may be numpy's, and stand outside the jit.
     attend = paged_attend(
@@ -61,9 +85,7 @@ def forward(
         tensor_axis=tensor_axis,
     )
     # Only the tokens that are asked for meet the output head, the widest product of all.
-    rows = hidden[batch.sample_rows]
-    logits = model.logits(params, rows, config=config, tensor_axis=tensor_axis)
-    return pool.with_caches(caches), logits
+    return pool.with_caches(caches), hidden[batch.sample_rows]
 
 
 def sample_step(
@@ -82,7 +104,8 @@ def sample_step(
 
     is_plain: as for `sample`; static.
     """
-    pool, logits = forward(
+    model = model_module(config)
+    pool, rows = _hidden_rows(
         params,
         pool,
         batch,
@@ -91,4 +114,18 @@ def sample_step(
         attention_implementation=attention_implementation,
         tensor_axis=tensor_axis,
     )
-    return pool, sample(logits, sampling, is_plain=is_plain)
+    sampling = jax.tree.map(jnp.asarray, sampling)
+
+    def sample_logits() -> SamplerOutput:
+        logits = model.logits(params, rows, config=config, tensor_axis=tensor_axis)
+        return sample(logits, sampling, is_plain=is_plain)
+
+    def take_likeliest() -> SamplerOutput:
+        token_ids, scores = model.likeliest(params, rows)
+        return plain_output(token_ids, scores, sampling, vocab_size=config.vocab_size)
+
+    if tensor_axis is not None or not model.can_find_likeliest(params, rows):
+        return pool, sample_logits()
+    if is_plain:
+        return pool, take_likeliest()
+    return pool, lax.cond(sampling.is_plain, take_likeliest, sample_logits)

@@ -15,7 +15,7 @@
 //
 // On the way in, a row of x may be normalised (matmul_cpu_input.h). On the way out, a residual may
 // be added, or the first half of the weight's rows gate what the second half gives, number by number
-// (matmul_cpu_output.h).
+// (matmul_cpu_output.h); or of each row only the largest result is kept (matmul_cpu_sink.h).
 //
 // A row's sums are taken in one order whatever its neighbours and the threads, so that a row's
 // result has the same bits in every batch.
@@ -26,13 +26,12 @@
 //       after a Hadamard transform of its blocks if asked for; the sums are int32 and exact.
 //   int4: see matmul_cpu_int4.h.
 
-#include <vector>
-
 #include "matmul_cpu_hadamard.h"
 #include "matmul_cpu_input.h"
 #include "matmul_cpu_int4.h"
 #include "matmul_cpu_output.h"
 #include "matmul_cpu_panel.h"
+#include "matmul_cpu_sink.h"
 #include "matmul_cpu_threads.h"
 #include "matmul_cpu_wide.h"
 #include "xla/ffi/api/ffi.h"
@@ -45,25 +44,13 @@ namespace {
 constexpr int64_t kMaxRows = 256;  // of x in one item: its sums stay in the second level of cache
 constexpr int64_t kFewRows = 64;   // of x
 
-// A thread's own memory, kept between calls; `Use` tells apart what is alive at the same time.
-template <class Use>
-int32_t* scratch(int64_t num_words) {
-  thread_local std::vector<int32_t> memory;
-  if (static_cast<int64_t>(memory.size()) < num_words + 16) memory.resize(num_words + 16);
-  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
-  return memory.data() + (64 - address % 64) % 64 / kWordBytes;
-}
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 struct Product {
   const int32_t* x;  // [num_rows, words_per_row], as the panel's Format is multiplied with
   const float* x_scale;     // [num_rows], or null
   const int32_t* x_sum;     // [num_rows], of its integers; with x_scale
   const char* weight;         // of num_out rows; is_swiglu: of so many that gate, and as many more
   const float* weight_scale;  // of each row, or null
-  const float* residual;      // [num_rows, num_out], or null
-  float* out;                 // [num_rows, num_out]
+  Sink sink;                  // of [num_rows, num_out]
   int64_t num_rows, num_out, words_per_row, weight_row_bytes;
   bool is_swiglu;
 
@@ -108,9 +95,9 @@ const int32_t* sum_panel(const Product& p, const Rows& rows, int half, int64_t f
   return sums;
 }
 
-// Writes the sums of a panel, and those that they gate, to the output.
+// Writes the sums of a panel, and those that they gate.
 template <bool is_int8>
-void write_panel(const Product& p, int64_t first_out, int64_t first_row, int64_t num_rows,
+void write_panel(const Product& p, const Place& place, int64_t first_out, int64_t first_row, int64_t num_rows,
                  const int32_t* sums, const int32_t* gated_sums) {
   const int num_out = std::min<int64_t>(kPanelRows, p.num_out - first_out);
   for (int64_t i = 0; i < num_rows; ++i) {
@@ -129,14 +116,10 @@ void write_panel(const Product& p, int64_t first_out, int64_t first_row, int64_t
       const int64_t at = i * kPanelRows + out;
       Vec result = scaled(sums + at, 0, out, count);
       if (p.is_swiglu) result = swiglu(result, scaled(gated_sums + at, 1, out, count));
-      store_part(p.out + row * p.num_out + first_out + out, count, result);
+      store_part(place.at(row, first_out + out), count, result);
     }
   }
-  add_residual(p.residual, p.out, p.num_out, first_out, num_out, first_row, num_rows);
 }
-
-// Threads that the work is worth: some microseconds each.
-int64_t threads_for(int64_t bytes) { return 1 + bytes / (32 << 10); }
 
 // Calls work(panel, first row, number of rows) for all panels of a weight of so many bytes and all
 // rows of x, up to kMaxRows at a time.
@@ -161,10 +144,9 @@ void share_panels(int64_t num_panels, int64_t weight_bytes, int64_t num_rows,
   });
 }
 
-// Writes the sums of a group of the weight's rows and a panel of x, and the group's that they gate,
-// to the output.
+// Writes the sums of a group of the weight's rows and a panel of x, and the group's that they gate.
 template <bool is_int8>
-void write_group(const Product& p, int64_t first_out, int64_t first_row, int num_rows,
+void write_group(const Product& p, const Place& place, int64_t first_out, int64_t first_row, int num_rows,
                  const int32_t* sums, const int32_t* gated_sums) {
   const int num_out = std::min<int64_t>(kGroupRows, p.num_out - first_out);
   IntVec offsets[kPanelVecs] = {};
@@ -184,11 +166,10 @@ void write_group(const Product& p, int64_t first_out, int64_t first_row, int num
         if (p.is_swiglu) {
           result = swiglu(result, p.scaled<is_int8>(gated[i], row, 1, first_out + out, count));
         }
-        store_part(p.out + row * p.num_out + first_out + out, count, result);
+        store_part(place.at(row, first_out + out), count, result);
       }
     }
   }
-  add_residual(p.residual, p.out, p.num_out, first_out, num_out, first_row, num_rows);
 }
 
 // Whether turning x is cheaper than turning the weight, which costs as much as eight rows, and a
@@ -226,7 +207,9 @@ void multiply_wide(const Product& p, ffi::ThreadPool& threads) {
                                  panels + row * p.words_per_row, rows, p.words_per_row,
                                  sums + half * kNumSums);
       }
-      write_group<is_int8>(p, first_out, row, rows, sums, sums + kNumSums);
+      p.sink.take(row, rows, first_out, kGroupRows, [&](const Place& place) {
+        write_group<is_int8>(p, place, first_out, row, rows, sums, sums + kNumSums);
+      });
     }
   };
   share_panels(ceil_div(p.num_out, kGroupRows), p.weight_bytes(), p.num_rows, threads,
@@ -245,25 +228,10 @@ void multiply(const Product& p, ffi::ThreadPool& threads) {
                    sums[half] =
                        sum_panel<Format, Multiply>(p, rows, half, first_row, num_rows);
                  }
-                 write_panel<is_int8>(p, first_out, first_row, num_rows, sums[0], sums[1]);
+                 p.sink.take(first_row, num_rows, first_out, kPanelRows, [&](const Place& place) {
+                   write_panel<is_int8>(p, place, first_out, first_row, num_rows, sums[0], sums[1]);
+                 });
                });
-}
-
-// Calls work(row, numbers, memory) for all rows of x, where `memory` is the thread's own, of as
-// many numbers as a row has, and may be where they are.
-template <class Work>
-void for_each_row(const Input& input, ffi::ThreadPool& threads, const Work& work) {
-  constexpr int64_t kRangeRows = 16;
-  const int64_t num_threads = threads_for(input.num_rows * input.size);
-  const auto take_range = [&](int64_t range) {
-    struct RowX;
-    float* const memory = reinterpret_cast<float*>(scratch<RowX>(input.size));
-    const int64_t end = std::min(range * kRangeRows + kRangeRows, input.num_rows);
-    for (int64_t row = range * kRangeRows; row < end; ++row) {
-      work(row, input.row(row, memory), memory);
-    }
-  };
-  for_each_item(ceil_div(input.num_rows, kRangeRows), num_threads, threads, take_range);
 }
 
 void multiply_quantized(Product p, const Input& input, int64_t hadamard_size,
@@ -326,25 +294,45 @@ Input make_input(ffi::AnyBuffer& x, ffi::Buffer<ffi::F32>& norm_weight, float no
           optional(norm_weight), norm_eps};
 }
 
-ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight,
-                  ffi::Buffer<ffi::F32> weight_scale, ffi::Buffer<ffi::F32> norm_weight,
-                  ffi::Buffer<ffi::F32> residual, ffi::Result<ffi::Buffer<ffi::F32>> out,
-                  bool quantizes_x, int64_t hadamard_size, float norm_eps, bool is_swiglu) {
-  const auto weight_dims = weight.dimensions();
-  const Input input = make_input(x, norm_weight, norm_eps);
+void run(const Input& input, const Sink& sink, ffi::AnyBuffer& weight,
+         ffi::Buffer<ffi::F32>& weight_scale, bool quantizes_x, int64_t hadamard_size,
+         bool is_swiglu, ffi::ThreadPool& threads) {
   Product p{};
   p.num_rows = input.num_rows;
+  p.num_out = sink.num_out;
   p.is_swiglu = is_swiglu;
-  p.num_out = weight_dims[0] / p.num_halves();
   p.weight = static_cast<const char*>(weight.untyped_data());
-  p.weight_row_bytes = weight_dims[1] * ffi::ByteWidth(weight.element_type());
+  p.weight_row_bytes = weight.dimensions()[1] * ffi::ByteWidth(weight.element_type());
   p.weight_scale = optional(weight_scale);
-  p.residual = optional(residual);
-  p.out = out->typed_data();
+  p.sink = sink;
   if (quantizes_x) {
     multiply_quantized(p, input, hadamard_size, threads);
   } else {
     multiply_floats(p, input, weight.element_type(), threads);
+  }
+}
+
+ffi::Error matmul(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                  ffi::Buffer<ffi::F32> weight_scale, ffi::Buffer<ffi::F32> norm_weight,
+                  ffi::Buffer<ffi::F32> residual, ffi::Result<ffi::Buffer<ffi::F32>> out,
+                  bool quantizes_x, int64_t hadamard_size, float norm_eps, bool is_swiglu) {
+  const Sink sink{out->typed_data(), optional(residual), nullptr, out->dimensions()[1]};
+  run(make_input(x, norm_weight, norm_eps), sink, weight, weight_scale, quantizes_x, hadamard_size,
+      is_swiglu, threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error largest(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::AnyBuffer weight,
+                   ffi::Buffer<ffi::F32> weight_scale, ffi::Result<ffi::Buffer<ffi::S32>> columns,
+                   ffi::Result<ffi::Buffer<ffi::F32>> numbers, bool quantizes_x,
+                   int64_t hadamard_size) {
+  const auto dims = x.dimensions();
+  const Input input{x.untyped_data(), x.element_type() == ffi::BF16, dims[0], dims[1], nullptr, 0};
+  Largest found(input.num_rows);
+  const Sink sink{nullptr, nullptr, &found, weight.dimensions()[0]};
+  run(input, sink, weight, weight_scale, quantizes_x, hadamard_size, false, threads);
+  for (int64_t row = 0; row < input.num_rows; ++row) {
+    found.write(row, columns->typed_data() + row, numbers->typed_data() + row);
   }
   return ffi::Error::Success();
 }
@@ -376,19 +364,18 @@ ffi::Error matmul_int4(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ff
   p.num_rows = input.num_rows;
   p.num_out = out->dimensions()[1];
   p.blocks = reinterpret_cast<const char*>(blocks.typed_data());
-  p.out = out->typed_data();
+  p.sink = {out->typed_data(), optional(residual), nullptr, p.num_out};
   p.is_swiglu = is_swiglu;
   if (p.num_rows == 0 || p.num_out == 0) return ffi::Error::Success();
   p.x = quantize_for_int4(input, threads);
   const int64_t num_panels = ceil_div(p.num_out, kInt4Rows);
   const auto multiply_rows = [&](int64_t panel, int64_t first_row, int64_t num_rows) {
-    multiply_int4_panel(p, panel, first_row, first_row + num_rows);
-    const int64_t first_out = panel * kInt4Rows;
-    add_residual(optional(residual), p.out, p.num_out, first_out,
-                 std::min<int64_t>(kInt4Rows, p.num_out - first_out), first_row, num_rows);
+    p.sink.take(first_row, num_rows, panel * kInt4Rows, kInt4Rows, [&](const Place& place) {
+      multiply_int4_panel(p, place, panel, first_row, first_row + num_rows);
+    });
   };
-  share_panels(num_panels, p.num_halves() * num_panels * p.num_blocks * kInt4BlockBytes, p.num_rows, threads,
-               multiply_rows);
+  const int64_t num_bytes = p.num_halves() * num_panels * p.num_blocks * kInt4BlockBytes;
+  share_panels(num_panels, num_bytes, p.num_rows, threads, multiply_rows);
   return ffi::Error::Success();
 }
 
@@ -398,6 +385,8 @@ ffi::Error matmul_int4(ffi::ThreadPool threads, ffi::AnyBuffer x, ffi::Buffer<ff
 // The only symbols that are visible outside, but for the team of threads.
 extern "C" {
 __attribute__((visibility("default"))) XLA_FFI_Error* PagedMatmul(XLA_FFI_CallFrame* call_frame);
+__attribute__((visibility("default"))) XLA_FFI_Error* PagedMatmulLargest(
+    XLA_FFI_CallFrame* call_frame);
 __attribute__((visibility("default"))) XLA_FFI_Error* PagedMatmulInt4(
     XLA_FFI_CallFrame* call_frame);
 __attribute__((visibility("default"))) const char* PagedMatmulInt8Product() {
@@ -418,6 +407,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmul, matmul::matmul,
                                   .Attr<int64_t>("hadamard_size")
                                   .Attr<float>("norm_eps")
                                   .Attr<bool>("is_swiglu"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmulLargest, matmul::largest,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("quantizes_x")
+                                  .Attr<int64_t>("hadamard_size"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedMatmulInt4, matmul::matmul_int4,
                               ffi::Ffi::Bind()

@@ -29,6 +29,7 @@ HEADERS = tuple(
         "matmul_cpu_int4.h",
         "matmul_cpu_output.h",
         "matmul_cpu_panel.h",
+        "matmul_cpu_sink.h",
         "matmul_cpu_threads.h",
         "matmul_cpu_wide.h",
         "attention_cpu_math.h",
@@ -108,29 +109,7 @@ def matmul(
     Raises:
       ValueError: shapes or dtypes do not fit each other; the message names them.
     """
-    if x.ndim != 2 or weight.ndim != 2 or not x.shape[1] or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x {x.shape} and weight {weight.shape} do not fit: give [N, in] and [out, in]"
-        )
-    if weight.dtype == jnp.uint8:
-        raise ValueError("weight has dtype uint8: blocks of int4 are for matmul_int4")
-    if quantizes_x and weight.dtype != jnp.int8:
-        raise ValueError(f"quantizes_x needs int8 weights, these are {weight.dtype}")
-    num_columns = weight.shape[1]
-    if hadamard_size < 1 or hadamard_size & (hadamard_size - 1) or num_columns % hadamard_size:
-        raise ValueError(
-            f"hadamard_size={hadamard_size}: give a power of two that divides the {num_columns} "
-            "columns"
-        )
-    if hadamard_size > 1 and not quantizes_x:
-        raise ValueError(f"hadamard_size={hadamard_size} needs quantizes_x=True")
-    if weight_scale is None:  # An empty array stands for none.
-        weight_scale = jnp.zeros(0, jnp.float32)
-    elif weight_scale.shape != weight.shape[:1]:
-        raise ValueError(
-            f"weight_scale has shape {weight_scale.shape}; give one for each row of weight "
-            f"{weight.shape}"
-        )
+    weight_scale = _check(x, weight, weight_scale, quantizes_x, hadamard_size)
     call = jax.ffi.ffi_call(
         target or _KERNEL.target,
         jax.ShapeDtypeStruct((x.shape[0], _num_results(weight.shape[0], fused)), jnp.float32),
@@ -139,12 +118,53 @@ def matmul(
     return call(
         x,
         weight,
-        weight_scale.astype(jnp.float32),
+        weight_scale,
         *_fused_arrays(fused, x.shape[0], weight.shape),
         quantizes_x=quantizes_x,
         hadamard_size=np.int64(hadamard_size),
         **_fused_attributes(fused),
     )
+
+
+def largest(
+    x: jax.Array,
+    weight: jax.Array,
+    weight_scale: jax.Array | None = None,
+    *,
+    quantizes_x: bool = False,
+    hadamard_size: int = 1,
+    target: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Where each row of `matmul` is largest, and that number; the rows themselves are not made.
+
+    Args:
+      x: float32 or bfloat16 [N, in], in at least 1.
+      weight: [out, in], out at least 1.
+      weight_scale, quantizes_x, hadamard_size, target: as for `matmul`.
+
+    Returns:
+      int32[N], the column, the first of equal ones; float32[N], the number. A row that holds NaN
+      gives NaN, and the first column where it stands.
+
+    Raises:
+      ValueError: as `matmul`; or the weight has no rows.
+    """
+    weight_scale = _check(x, weight, weight_scale, quantizes_x, hadamard_size)
+    if not weight.shape[0]:
+        raise ValueError(f"weight has shape {weight.shape}: of no rows none is the largest")
+    call = jax.ffi.ffi_call(
+        f"{target or _KERNEL.target}_largest",
+        [jax.ShapeDtypeStruct(x.shape[:1], dtype) for dtype in (jnp.int32, jnp.float32)],
+        vmap_method="sequential",
+    )
+    columns, numbers = call(
+        x,
+        weight,
+        weight_scale,
+        quantizes_x=quantizes_x,
+        hadamard_size=np.int64(hadamard_size),
+    )
+    return columns, numbers
 
 
 def matmul_int4(
@@ -196,6 +216,40 @@ def matmul_int4(
     return call(x, blocks, *arrays, **_fused_attributes(fused))
 
 
+def _check(
+    x: jax.Array,
+    weight: jax.Array,
+    weight_scale: jax.Array | None,
+    quantizes_x: bool,
+    hadamard_size: int,
+) -> jax.Array:
+    """The scales as the kernel takes them: an empty array stands for none."""
+    if x.ndim != 2 or weight.ndim != 2 or not x.shape[1] or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"x {x.shape} and weight {weight.shape} do not fit: give [N, in] and [out, in]"
+        )
+    if weight.dtype == jnp.uint8:
+        raise ValueError("weight has dtype uint8: blocks of int4 are for matmul_int4")
+    if quantizes_x and weight.dtype != jnp.int8:
+        raise ValueError(f"quantizes_x needs int8 weights, these are {weight.dtype}")
+    num_columns = weight.shape[1]
+    if hadamard_size < 1 or hadamard_size & (hadamard_size - 1) or num_columns % hadamard_size:
+        raise ValueError(
+            f"hadamard_size={hadamard_size}: give a power of two that divides the {num_columns} "
+            "columns"
+        )
+    if hadamard_size > 1 and not quantizes_x:
+        raise ValueError(f"hadamard_size={hadamard_size} needs quantizes_x=True")
+    if weight_scale is None:
+        return jnp.zeros(0, jnp.float32)
+    if weight_scale.shape != weight.shape[:1]:
+        raise ValueError(
+            f"weight_scale has shape {weight_scale.shape}; give one for each row of weight "
+            f"{weight.shape}"
+        )
+    return weight_scale.astype(jnp.float32)
+
+
 def _num_results(num_out: int, fused: Fused) -> int:
     """Columns of the result of a product of num_out columns."""
     if not fused.is_swiglu:
@@ -238,6 +292,7 @@ def register(library: pathlib.Path, target: str) -> str:
       OSError, AttributeError: it cannot be loaded, or is another library.
     """
     register_handler(library, target, "PagedMatmul")
+    register_handler(library, f"{target}_largest", "PagedMatmulLargest")
     register_handler(library, f"{target}_int4", "PagedMatmulInt4")
     int8_product = ctypes.CDLL(str(library)).PagedMatmulInt8Product
     int8_product.restype = ctypes.c_char_p

@@ -11,6 +11,7 @@
 #include "matmul_cpu_hadamard.h"
 #include "matmul_cpu_output.h"
 #include "matmul_cpu_panel.h"
+#include "matmul_cpu_threads.h"
 
 namespace matmul {
 
@@ -55,6 +56,23 @@ struct Input {
     return memory;
   }
 };
+
+// Calls work(row, numbers, memory) for all rows of x, where `memory` is the thread's own, of as
+// many numbers as a row has, and may be where they are.
+template <class Work>
+void for_each_row(const Input& input, xla::ffi::ThreadPool& threads, const Work& work) {
+  constexpr int64_t kRangeRows = 16;
+  const int64_t num_threads = threads_for(input.num_rows * input.size);
+  const auto take_range = [&](int64_t range) {
+    struct RowX;
+    float* const memory = reinterpret_cast<float*>(scratch<RowX>(input.size));
+    const int64_t end = std::min(range * kRangeRows + kRangeRows, input.num_rows);
+    for (int64_t row = range * kRangeRows; row < end; ++row) {
+      work(row, input.row(row, memory), memory);
+    }
+  };
+  for_each_item(ceil_div(input.num_rows, kRangeRows), num_threads, threads, take_range);
+}
 
 // Rounds a row to int8, half to even, by its largest absolute value. A row that holds a NaN or an
 // infinity gets the scale NaN.

@@ -20,6 +20,7 @@
 
 #include "matmul_cpu_output.h"
 #include "matmul_cpu_panel.h"
+#include "matmul_cpu_sink.h"
 
 namespace matmul {
 
@@ -105,7 +106,7 @@ struct Int4Product {
   // [ceil(num_out / 16), num_blocks, kInt4BlockBytes]; is_swiglu: as many again, which the first
   // ones gate.
   const char* blocks;
-  float* out;  // [num_rows, num_out]
+  Sink sink;  // of [num_rows, num_out]
   int64_t num_rows, num_out, num_blocks;
   bool is_swiglu;
 
@@ -155,11 +156,12 @@ __attribute__((always_inline)) inline void multiply_int4_tile(const Int4Product&
   for (int i = 0; i < kRows; ++i) sums[i] = tile[i];
 }
 
-// As above, for 16 rows of the weight, written to the output.
+// As above, for 16 rows of the weight, written out.
 template <int kRows>
-void multiply_int4_rows(int rows, const Int4Product& p, int64_t panel, int64_t row) {
+void multiply_int4_rows(int rows, const Int4Product& p, const Place& place, int64_t panel,
+                        int64_t row) {
   if constexpr (kRows > 1) {
-    if (rows < kRows) return multiply_int4_rows<kRows - 1>(rows, p, panel, row);
+    if (rows < kRows) return multiply_int4_rows<kRows - 1>(rows, p, place, panel, row);
   }
   const int64_t panel_bytes = p.num_blocks * kInt4BlockBytes;
   const char* block = p.blocks + panel * panel_bytes;
@@ -176,17 +178,18 @@ void multiply_int4_rows(int rows, const Int4Product& p, int64_t panel, int64_t r
       for (int i = 0; i < kRows; ++i) sums[i] = swiglu(sums[i], gated[i]);
     }
     for (int i = 0; i < kRows; ++i) {
-      store_part(p.out + (row + i) * p.num_out + first_out, count, sums[i]);
+      store_part(place.at(row + i, first_out), count, sums[i]);
     }
   }
 }
 
 // Rows [row, end) of x with one panel, in tiles of about one size.
-inline void multiply_int4_panel(const Int4Product& p, int64_t panel, int64_t row, int64_t end) {
+inline void multiply_int4_panel(const Int4Product& p, const Place& place, int64_t panel,
+                                int64_t row, int64_t end) {
   int64_t tiles = (end - row + kInt4TileRows - 1) / kInt4TileRows;
   for (; row < end; --tiles) {
     const int64_t rows = (end - row + tiles - 1) / tiles;
-    multiply_int4_rows<kInt4TileRows>(rows, p, panel, row);
+    multiply_int4_rows<kInt4TileRows>(rows, p, place, panel, row);
     row += rows;
   }
 }

@@ -1,4 +1,4 @@
-// What becomes of the sums of a product on their way out, in vectors of a row.
+// Results of a product on their way out, in vectors of a row.
 
 #ifndef PALLAS_KERNELS_MATMUL_CPU_OUTPUT_H_
 #define PALLAS_KERNELS_MATMUL_CPU_OUTPUT_H_
@@ -34,19 +34,6 @@ inline Vec swiglu(Vec gate, Vec up) {
   const Vec decay = paged_attention::exp_of(gate < 0.0f ? gate : -gate);
   const Vec sigmoid = (gate < 0.0f ? decay : Vec{} + 1.0f) / (decay + 1.0f);
   return gate * sigmoid * up;
-}
-
-// Adds the residual [num_rows, num_out], if there is one, to what was written of some rows and
-// columns of the output. Apart from the writing, which some forms of the product would round
-// together with the sum.
-inline void add_residual(const float* residual, float* out, int64_t num_out, int64_t first_out,
-                         int64_t count, int64_t first_row, int64_t num_rows) {
-  if (residual == nullptr) return;
-  asm volatile("" ::: "memory");
-  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
-    const int64_t at = row * num_out + first_out;
-    for (int64_t i = 0; i < count; ++i) out[at + i] += residual[at + i];
-  }
 }
 
 }  // namespace matmul

@@ -22,10 +22,16 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
 namespace matmul {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Threads that the work is worth: some microseconds each.
+inline int64_t threads_for(int64_t bytes) { return 1 + bytes / (32 << 10); }
 
 inline void pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -173,6 +179,15 @@ void for_each_item(int64_t num_items, int64_t max_threads, xla::ffi::ThreadPool&
   if (!Team::shared().run(num_items, num_threads, call, &work)) {
     for_each_item_in_pool(num_items, num_threads, threads, work);
   }
+}
+
+// A thread's own memory, kept between calls; `Use` tells apart what is alive at the same time.
+template <class Use>
+int32_t* scratch(int64_t num_words) {
+  thread_local std::vector<int32_t> memory;
+  if (static_cast<int64_t>(memory.size()) < num_words + 16) memory.resize(num_words + 16);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  return memory.data() + (64 - address % 64) % 64 / sizeof(int32_t);
 }
 
 }  // namespace matmul

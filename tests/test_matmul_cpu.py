@@ -181,6 +181,40 @@ def test_int4_products_are_exact_but_for_the_scaling(build, shape) -> None:
         check_product(out, real_x.reshape(x.shape), weight, 3e-6)
 
 
+@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.parametrize(
+    "shape", [(1, 64, 1), (1, 576, 577), (7, 130, 33), (40, 132, 1000)], ids=str
+)
+def test_the_largest_of_each_row_is_that_of_the_product(build, shape) -> None:
+    """Bit for bit, also where equal ones, a NaN, infinities or nothing but those stand."""
+    num_rows, size, num_out = shape
+    x, target = random(num_rows, size), target_of(build)
+    weight = random(num_out, size)
+    weight[num_out // 2 :] = weight[: num_out - num_out // 2]  # each twice, or nearly
+    weight[num_out // 3] = 0
+    x[num_rows // 2] = np.abs(x[num_rows // 2])
+    for mode in ("int8", "int8_weight_only", None):
+        matrix = matrix_of(-np.abs(weight) if mode is None else weight, mode)
+        scale = np.asarray(getattr(matrix, "scale", np.ones(num_out, np.float32))).copy()
+        values = getattr(matrix, "values", matrix)
+        for bad in (1.0, np.nan, np.inf, -np.inf):
+            scale[num_out - 1] *= np.float32(bad)
+            arguments = jnp.asarray(x), values, jnp.asarray(scale)
+            keywords: dict[str, Any] = dict(quantizes_x=mode == "int8", target=target)
+            rows = np.asarray(matmul_cpu.matmul(*arguments, **keywords))
+            columns, numbers = matmul_cpu.largest(*arguments, **keywords)
+            expected = np.where(np.isnan(rows).any(1), np.isnan(rows).argmax(1), rows.argmax(1))
+            np.testing.assert_array_equal(columns, expected)
+            np.testing.assert_array_equal(numbers, rows[np.arange(num_rows), expected])
+
+
+def test_the_largest_among_zeros_of_both_signs_is_the_first() -> None:
+    weight = jnp.asarray([[-1.0], [-0.0], [0.0], [0.0]], jnp.float32)
+    columns, numbers = matmul_cpu.largest(jnp.ones((2, 1), jnp.float32), weight)
+    np.testing.assert_array_equal(columns, [1, 1])
+    np.testing.assert_array_equal(numbers, [0.0, 0.0])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("mode", ["int8", "int8_weight_only", "int4", None])
 def test_what_is_no_number_spoils_its_own_row_only(mode, bad) -> None:

@@ -12,14 +12,25 @@ from dense_llama import model_logits
 from tiny_engine import tiny_model
 
 import paged_jax as pj
-from paged_jax.batch import Buckets
+from paged_jax.batch import Buckets, make_sampling
 from paged_jax.batch_builder import decodes
 from paged_jax.config import SchedulerConfig
+from paged_jax.models import int4
+from paged_jax.models.quantized import quantize_matrix
 from paged_jax.request import Request
+from paged_jax.sampling import sample
 from paged_jax.sampling_params import SamplingParams
 from paged_jax.scheduler import Scheduler
 
 GOLDENS = Path(__file__).parent / "goldens" / "smollm2_135m_q4_1_greedy.json"
+
+
+def quantize_int8(matrix):
+    return quantize_matrix(np.asarray(matrix), "int8", "float32")
+
+
+def quantize_int4(matrix):
+    return int4.quantize_int4(np.asarray(matrix), "float32")
 
 
 def dense_logits(model, tokens):
@@ -79,6 +90,42 @@ def test_paged_logits_equal_dense_ones_on_the_demo_model(demo_model_path):
     goldens = json.loads(GOLDENS.read_text())[:3]
     sequences = [g["prompt_token_ids"] + g["output_token_ids"][:20] for g in goldens]
     check_against_dense(model, sequences, split=20, block_size=16, num_blocks=64)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_a_plain_step_takes_what_the_logits_are_largest_at(quantization):
+    """Without making them, where a kernel does that; with the same bits as those have."""
+    model = tiny_model()
+    params = model.params
+    if quantization is not None:
+        quantize = quantize_int4 if quantization == "int4" else quantize_int8
+        params = jax.tree.map(lambda w: quantize(w) if w.ndim == 2 else w, params)
+    chunks = [[3, 1, 4], [1, 5], [9], [2, 6, 5, 3]]
+    batch = pj.make_batch(chunks, [0] * 4, [[1], [2], [3], [4]], block_size=4, num_seqs=5)
+    greedy = SamplingParams(temperature=0)
+    free, drawn = SamplingParams(temperature=1.0, seed=5), SamplingParams(temperature=0, logprobs=2)
+
+    def pool():
+        return pj.KVPool.create(model.config, num_blocks=5, block_size=4)
+
+    _, logits = pj.forward(params, pool(), batch, config=model.config)
+    step = jax.jit(pj.sample_step, static_argnames=("config", "is_plain"))
+    for asked in ([greedy] * 4, [greedy, free, greedy, greedy], [greedy, greedy, drawn, greedy]):
+        sampling = make_sampling(asked, [1] * 4, [4] * 4, num_seqs=5)
+        for plain in {False, bool(sampling.is_plain)}:
+            arguments = params, pool(), batch, sampling
+            _, output = step(*arguments, config=model.config, is_plain=plain)
+            expected = sample(logits, sampling)
+            for field in ("token_ids", "rank", "top_ids", "is_finite"):
+                ours, theirs = (np.asarray(getattr(o, field))[:4] for o in (output, expected))
+                np.testing.assert_array_equal(ours, theirs, err_msg=field)
+    known = dataclasses.replace(sampling, forced_tokens=np.full(5, 7, np.int32))
+    known = dataclasses.replace(known, num_logprobs=np.full(5, -1, np.int32))
+    _, output = step(params, pool(), batch, known, config=model.config)
+    assert output.token_ids.tolist()[:4] == [7] * 4
+    spoilt = dataclasses.replace(params, final_norm=params.final_norm.at[0].set(np.nan))
+    _, output = step(spoilt, pool(), batch, known, config=model.config)
+    assert not np.asarray(output.is_finite)[:4].any()
 
 
 def test_decode_batch_equals_make_batch():

@@ -121,6 +121,7 @@ def forward(
     *,
     config: ModelConfig,
     tensor_axis: str | None = None,
+    rows: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[Any, ...]]:
     """Runs the decoder, final norm included, over T tokens of any number of sequences.
 
@@ -134,8 +135,10 @@ def forward(
         attend: (heads, cache) -> (out[T, Hq, D], cache); heads come in the model's dtype, not
             rotated yet, and under tensor_axis only this device's.
         tensor_axis: name of the mapped axis that tensor parallelism sums over; None without it.
+        rows: int32[N], the tokens whose hidden states are wanted; None for all. The last layer does
+            for them alone what comes after its attention: of the others it needs keys and values.
     Returns:
-        hidden: [T, E] in the model's dtype, equal on every device; and the new caches.
+        hidden: [T, E], or [N, E], in the model's dtype, equal on every device; and the new caches.
     Raises: ValueError when there is not one cache per layer.
     """
     if len(caches) != config.num_layers:
@@ -150,19 +153,24 @@ def forward(
     )
 
     @jax.jit  # All layers are alike: traced once, unrolled by the compiler.
-    def decode_layer(layer: LlamaLayer, hidden: jax.Array, cache: Any) -> tuple[jax.Array, Any]:
-        num_rows, eps = hidden.shape[0], config.rms_norm_eps
-        rows = layers.norm_linear(hidden, layer.attn_norm, layer.qkv, eps)
-        rows = rows.reshape(num_rows, -1, config.queries_per_kv_head + 2, config.head_dim)
-        attended, cache = attend(ProjectedHeads(rows, cos, sin), cache)
-        attended = attended.reshape(num_rows, -1).astype(hidden.dtype)
+    def decode_layer(
+        layer: LlamaLayer, hidden: jax.Array, cache: Any, rows: jax.Array | None
+    ) -> tuple[jax.Array, Any]:
+        num_tokens, eps = hidden.shape[0], config.rms_norm_eps
+        heads = layers.norm_linear(hidden, layer.attn_norm, layer.qkv, eps)
+        heads = heads.reshape(num_tokens, -1, config.queries_per_kv_head + 2, config.head_dim)
+        attended, cache = attend(ProjectedHeads(heads, cos, sin), cache)
+        attended = attended.reshape(num_tokens, -1).astype(hidden.dtype)
+        if rows is not None:
+            hidden, attended = hidden[rows], attended[rows]
         hidden = layers.add_linear(hidden, attended, layer.out, tensor_axis)
         gated = layers.norm_swiglu_linear(hidden, layer.mlp_norm, layer.gate_up, eps)
         return layers.add_linear(hidden, gated, layer.down, tensor_axis), cache
 
     new_caches = []
-    for layer, cache in zip(params.layers, caches, strict=True):
-        hidden, cache = decode_layer(layer, hidden, cache)
+    for index, (layer, cache) in enumerate(zip(params.layers, caches, strict=True)):
+        is_last = index == config.num_layers - 1
+        hidden, cache = decode_layer(layer, hidden, cache, rows if is_last else None)
         new_caches.append(cache)
     return layers.rms_norm(hidden, params.final_norm, config.rms_norm_eps), tuple(new_caches)
 

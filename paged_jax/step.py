@@ -83,9 +83,10 @@ def _hidden_rows(
         attend,
         config=config,
         tensor_axis=tensor_axis,
+        # Only the tokens that are asked for meet the output head, the widest product of all.
+        rows=batch.sample_rows,
     )
-    # Only the tokens that are asked for meet the output head, the widest product of all.
-    return pool.with_caches(caches), hidden[batch.sample_rows]
+    return pool.with_caches(caches), hidden
 
 
 def sample_step(

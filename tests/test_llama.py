@@ -131,6 +131,23 @@ def test_bfloat16_stays_near_float32_and_keeps_its_dtypes():
     assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
+def test_of_the_rows_that_are_wanted_the_hidden_states_are_the_same():
+    """Keys and values come to be of all tokens, also in the last layer."""
+    config = model_files.tiny_config()
+    weights = as_params(config, model_files.random_tensors(config))
+
+    def attend(heads, cache):
+        out, _ = dense_attend(heads, cache)
+        return out, heads.rows.shape
+
+    arguments = weights, jnp.arange(20), jnp.arange(20), [None, None], attend
+    whole, caches = llama.forward(*arguments, config=config)
+    rows = jnp.asarray([19, 3, 3, 0])
+    found, same_caches = llama.forward(*arguments, config=config, rows=rows)
+    np.testing.assert_allclose(found, whole[rows], rtol=1e-5, atol=1e-6)
+    assert same_caches == caches and caches[-1][0] == 20
+
+
 @pytest.mark.parametrize("rope", [ROPES["default"], ROPES["llama3"]], ids=["default", "llama3"])
 def test_rope_is_exact_to_float32_far_out(rope):
     positions = np.array([0, 1, 17, 8191, 99_999, 131_071, 131_072, 2**20 - 1])

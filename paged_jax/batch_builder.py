@@ -21,6 +21,7 @@ from paged_jax.decode_rows import MAX_STOP_TOKENS, DecodeCall, DecodeRows, StopR
 from paged_jax.request import Request
 from paged_jax.sampling import SamplingBatch
 from paged_jax.scheduled_step import ScheduledChunk, ScheduledStep
+from paged_jax.step_programs import StepPrograms
 
 # For `map`, which is quicker than a loop: a step may have thousands of sequences.
 _block_ids, _score_start = attrgetter("block_ids"), attrgetter("score_start")
@@ -28,7 +29,7 @@ _request = attrgetter("request")
 
 
 def build_calls(
-    steps: Sequence[ScheduledStep], buckets: Buckets, *, block_size: int, goes_on: bool
+    steps: Sequence[ScheduledStep], programs: StepPrograms, *, block_size: int, goes_on: bool
 ) -> tuple[StepShape, list[StepCall] | list[DecodeCall]]:
     """The shape that steps have which run as one, a row of a mesh each, and the arrays of each.
 
@@ -43,18 +44,22 @@ def build_calls(
       goes_on: whether rows of decodes may draw more than one token, in this call or in one that
         follows; without, nothing about ends is gathered.
     """
-    if all(decodes(step, buckets) for step in steps):
-        return build_decodes(steps, buckets, goes_on=goes_on)
-    return build_steps(steps, buckets, block_size=block_size)
+    if all(decodes(step, programs.buckets) for step in steps):
+        return build_decodes(steps, programs, goes_on=goes_on)
+    return build_steps(steps, programs.buckets, block_size=block_size)
 
 
 def build_decodes(
-    steps: Sequence[ScheduledStep], buckets: Buckets, *, goes_on: bool
+    steps: Sequence[ScheduledStep], programs: StepPrograms, *, goes_on: bool
 ) -> tuple[StepShape, list[DecodeCall]]:
     """`build_calls` of steps that decode."""
-    num_rows = max(len(step.chunks) for step in steps)
-    shape = buckets.shape_for(num_rows, num_rows)
-    return shape, [_decode_call(step, shape, buckets, goes_on) for step in steps]
+    num_rows, buckets = max(len(step.chunks) for step in steps), programs.buckets
+    smallest = buckets.shape_for(num_rows, num_rows)
+    calls = [_decode_call(step, smallest, buckets, goes_on) for step in steps]
+    shape = programs.choose_decode(num_rows, *[call.sampling for call in calls])
+    if shape != smallest:
+        calls = [_decode_call(step, shape, buckets, goes_on) for step in steps]
+    return shape, calls
 
 
 def build_steps(

@@ -33,6 +33,7 @@ from paged_jax.process_memory import release_unused, releasing_code
 from paged_jax.sampling import SamplerOutput, SamplingBatch
 from paged_jax.sharding import DATA_AXIS, StepSpecs, on_mesh, stack_rows
 from paged_jax.step import sample_step
+from paged_jax.step_programs import StepPrograms
 
 # One function for all engines of the process: a second engine of the same shapes compiles nothing.
 _jitted_step = jax.jit(
@@ -127,9 +128,7 @@ class StepRunner:
             implementation=attention_implementation,
             mesh=mesh,
         )
-        # By shape those that sample in any way; the others for steps that are plain.
-        self._programs: dict[StepShape, jax.stages.Compiled] = {}
-        self._plain_programs: dict[StepShape, jax.stages.Compiled] = {}
+        self.programs = StepPrograms(buckets)
         self.num_weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         # What steps waited for programs that were not ready.
         self.compile_seconds = 0.0
@@ -155,7 +154,7 @@ class StepRunner:
         """
         if moves:
             self.move(moves)
-        program = self._programs.get(shape) or self._program_for(shape, call.sampling)
+        program = self.programs.find(shape, call.sampling) or self._make(shape, call.sampling)
         if isinstance(call, DecodeCall):
             self.pool, rows, output = program(self.params, pool=self.pool, call=call)
             return rows, output
@@ -165,7 +164,7 @@ class StepRunner:
     @property
     def num_programs(self) -> int:
         """Steps that are compiled so far."""
-        return len(self._programs) + len(self._plain_programs)
+        return len(self.programs)
 
     def measure_swap(self) -> float:
         """Bytes a second that blocks travel at between device and host; takes a moment."""
@@ -210,21 +209,18 @@ class StepRunner:
         copies = jax.tree.map(jnp.copy, self._kv_scales)
         self.pool = dataclasses.replace(self.pool, scales=copies)
 
-    def _program_for(self, shape: StepShape, sampling: SamplingBatch) -> jax.stages.Compiled:
-        """The smallest that serves a step, where none is ready that serves all of the shape."""
-        is_plain = sampling.is_plain
-        if is_plain and shape in self._plain_programs:
-            return self._plain_programs[shape]
+    def _make(self, shape: StepShape, sampling: SamplingBatch) -> jax.stages.Compiled:
+        """The smallest program that serves a step, while the step waits."""
         started = time.perf_counter()
         release_unused()  # The steps before have left their temporaries in the heap.
         with releasing_code():
-            program = self._compile(shape, is_plain=is_plain)
+            program = self._compile(shape, is_plain=sampling.is_plain)
         self.compile_seconds += time.perf_counter() - started
         return program
 
     def _compile(self, shape: StepShape, is_plain: bool = False) -> jax.stages.Compiled:
         program = self._lower(self.params, self.pool, shape, is_plain=is_plain).compile()
-        (self._plain_programs if is_plain else self._programs)[shape] = program
+        self.programs.add(shape, program, is_plain=is_plain)
         if (analysis := program.memory_analysis()) is not None:
             self.temporary_bytes = max(self.temporary_bytes, int(analysis.temp_size_in_bytes))
         release_unused()

@@ -140,7 +140,8 @@ class EngineConfig:
       decode_lookahead: how many tokens a sequence may be decoded ahead of what the host has read,
         while nobody waits to join: half of them in each of two calls, the second dispatched before
         the first one's tokens are read. 1: a step for each token. What is computed past a stop
-        string or an abort is dropped. None: 8, but 1 on CPU and with speculation.
+        string or an abort is dropped. None: 8; on CPU 2 where the weights take more than 512 MiB,
+        since eight long steps would keep tokens and arrivals waiting; 1 with speculation.
       tensor_parallel_size: devices that a model is cut over.
       data_parallel_size: how many times the model is there, each with a KV pool of its own and
         max_num_seqs seats; requests are shared out. It takes data_parallel_size x
@@ -149,7 +150,8 @@ class EngineConfig:
         compiler is found), "xla", "reference", "tpu" or "gpu": the kernels of TPUs and of Hopper
         GPUs, which run on other devices too, interpreted and very slow.
       disable_log_stats: False logs a line of throughput and cache use every ten seconds.
-      warmup: compile every step shape before the first request; without it, each when first needed.
+      warmup: compile every step shape before the first request; without it, each when first needed;
+        decodes run in a larger shape that is ready until 16 steps have wanted a smaller one.
     """
 
     dtype: str = "auto"

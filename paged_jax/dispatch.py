@@ -113,7 +113,7 @@ class Dispatcher:
             return None
         shape, calls = build_calls(
             steps,
-            runner.buckets,
+            runner.programs,
             block_size=schedulers[0].config.block_size,
             goes_on=self._lookahead > 1,
         )
@@ -125,7 +125,8 @@ class Dispatcher:
                 for step in steps
             )
         call = stack_rows(calls) if self._has_rows else calls[0]
-        return self._dispatch(steps, shape, call, started)
+        num_rows = max(len(step.chunks) for step in steps)
+        return self._dispatch(steps, shape, call, num_rows, started)
 
     def _follow(self, flight: Flight) -> Flight | None:
         """Dispatches the step after a flight that was not read yet, where it is known."""
@@ -133,9 +134,9 @@ class Dispatcher:
         if flight.rows is None or self._lookahead == 1:
             return None
         assert isinstance(flight.call, DecodeCall)
-        buckets = self._runner.buckets
-        most = max(map(_num_live, flight.steps))
-        if buckets.shape_for(most, most) != flight.shape:  # A smaller one will do.
+        programs, num_rows = self._runner.programs, max(map(_num_live, flight.steps))
+        shape = programs.choose_decode(num_rows, flight.call.sampling)
+        if shape != flight.shape:  # A smaller one will do.
             return None
         steps = tuple(map(_extend, self._schedulers, flight.steps))
         if None in steps:
@@ -144,18 +145,22 @@ class Dispatcher:
             if any(moves):
                 self._runner.move(moves)
             return None
-        call = continue_decode(steps, flight.shape, flight.call, flight.rows, buckets)  # pyright: ignore[reportArgumentType]
-        return self._dispatch(steps, flight.shape, call, started)  # pyright: ignore[reportArgumentType]
+        call = continue_decode(steps, shape, flight.call, flight.rows, programs.buckets)  # pyright: ignore[reportArgumentType]
+        return self._dispatch(steps, shape, call, num_rows, started)  # pyright: ignore[reportArgumentType]
 
     def _dispatch(
         self,
         steps: tuple[ScheduledStep, ...],
         shape: StepShape,
         call: StepCall | DecodeCall,
+        num_rows: int,
         started: float,
     ) -> Flight:
         dispatched = time.perf_counter()
         moves = [step.moves for step in steps]
+        if shape.decode_only:
+            num_steps = max(step.num_decode_steps for step in steps)
+            self._runner.programs.count_decode(num_rows, shape, call.sampling, num_steps=num_steps)
         rows, output = self._runner.run(shape, call, moves if any(moves) else NO_MOVES)
         seconds = dispatched - started
         return Flight(steps, output, shape, call, rows, dispatched, seconds, self._has_rows)

@@ -28,6 +28,7 @@ from paged_jax.models.partition import TENSOR_AXIS, split_config
 from paged_jax.models.quantized import Quantization
 from paged_jax.models.registry import model_module
 from paged_jax.sharding import DATA_AXIS, abstract_pool_on, make_mesh
+from paged_jax.sizing import device_bytes
 
 _COLLECTIVE = re.compile(
     r"= (?P<result>\([^=]*?\)|\S+) "
@@ -265,14 +266,6 @@ def plan_hardware(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         steps=tuple(steps),
-    )
-
-
-def device_bytes(tree: Any) -> int:
-    """What one device has of arrays (or their shapes) on a mesh."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
     )
 
 

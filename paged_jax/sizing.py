@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 from typing import Any
@@ -25,6 +26,11 @@ GIB = 2**30
 # On a CPU the pool shares its memory with everything else the user runs, so that the engine takes a
 # round gibibyte by default (or one request of the maximum length) and not nine tenths of it all.
 CPU_POOL_BYTES = 1 * GIB
+
+# Eight tokens ahead spare a CPU what the host does between steps of a few milliseconds. Steps of a
+# large model are long: little is spared then, the tokens come in slow bursts, and who arrives is
+# kept waiting. A step takes at least the reading of the weights, of so many about 25 ms.
+CPU_LOOKAHEAD_BYTES = 512 * 2**20
 
 
 def resolve(
@@ -51,7 +57,7 @@ def resolve(
     max_num_batched_tokens = config.max_num_batched_tokens or max(
         512 if on_cpu else 2048, max_num_seqs
     )
-    decode_lookahead = config.decode_lookahead or (1 if on_cpu or config.speculation else 8)
+    decode_lookahead = config.decode_lookahead or _lookahead(config, params, on_cpu=on_cpu)
     buckets = Buckets.choose(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -161,6 +167,27 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"was made for; set it to at most {limit}"
         )
     return config.max_model_len
+
+
+def _lookahead(config: EngineConfig, params, *, on_cpu: bool) -> int:
+    """Tokens to decode ahead, where the user left it open.
+
+    Two are a step a call and the next one dispatched before it is read, which keeps nobody waiting
+    for more than one step.
+    """
+    if config.speculation:
+        return 1
+    return 2 if on_cpu and device_bytes(params) > CPU_LOOKAHEAD_BYTES else 8
+
+
+def device_bytes(tree: Any) -> int:
+    """What one device holds of arrays, or of their shapes; on a mesh or not."""
+    total = 0
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
 
 
 def _device_room(

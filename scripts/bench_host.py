@@ -43,6 +43,7 @@ from paged_jax.engine import Engine
 from paged_jax.intake import Intake
 from paged_jax.sampling import SamplerOutput
 from paged_jax.sampling_params import SamplingParams
+from paged_jax.step_programs import StepPrograms
 from paged_jax.tokenizer import Tokenizer
 
 NUM_SEQS = flags.DEFINE_multi_integer(
@@ -70,8 +71,10 @@ def clocks() -> tuple[float, float]:
 class FakeRunner:
     """Stands in for a StepRunner: every step samples random bytes. It notes when it was called."""
 
+    mesh = None
+
     def __init__(self, buckets: Buckets, rng: np.random.Generator):
-        self.buckets = buckets
+        self.programs = StepPrograms(buckets)
         self.mover = SimpleNamespace(bytes_a_block=BLOCK_SIZE * 1024, transfer_bytes=0)
         self.called_at = self.returned_at = (0.0, 0.0)
         self._rng = rng

@@ -6,7 +6,7 @@ A process imports the package, loads the model, makes the engine, answers one pr
 with one token, then 32 prompts of 128 with 64 tokens each. "cold" has an empty folder for compiled
 programs (the C++ kernels are built before: they need a compiler once a machine), "warm" the one
 that a process before it filled. "on demand" compiles a shape when it is first needed
-(warmup=False), "eager" all of them first.
+(warmup=False; one for few decodes when some steps have wanted it), "eager" all of them first.
 
 Seconds count from the start of the process. Memory is resident size in MB of 10**6 bytes, code of
 libraries included; of the pool, the pages that were written so far. The last line is one JSON

@@ -208,13 +208,19 @@ def test_texts_dicts_and_token_ids_are_the_same_prompt(llm):
             llm.generate([prompt], GREEDY, use_tqdm=False)  # pyright: ignore
 
 
-def test_streaming_grows_to_the_same_text(llm):
+@pytest.fixture(scope="module")
+def by_steps() -> LLM:
+    """A token a call."""
+    return tiny_llm(decode_lookahead=1, warmup=False)
+
+
+def test_streaming_grows_to_the_same_text(llm, by_steps):
     prompts = ["hello", "a longer prompt, of two chunks and more than that"]
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=["never met"])
     whole = llm.generate(prompts, params, use_tqdm=False)
     texts: dict[int, list[str]] = {}
     last = {}
-    for output in llm.stream(prompts, params):
+    for output in by_steps.stream(prompts, params):
         texts.setdefault(output.prompt_index, []).append(output.outputs[0].text)
         last[output.prompt_index] = output
     assert [last[i].outputs[0].text for i in range(2)] == [o.outputs[0].text for o in whole]
@@ -224,18 +230,22 @@ def test_streaming_grows_to_the_same_text(llm):
     assert all(output.finished for output in last.values())
 
 
-def test_leaving_a_stream_or_aborting_frees_the_blocks(llm):
+@pytest.mark.parametrize(("engine", "length"), [("by_steps", 3), ("llm", 1 + 4)])
+def test_leaving_a_stream_or_aborting_frees_the_blocks(request, engine, length):
+    llm = request.getfixturevalue(engine)
     for output in llm.stream(prompts_of([9, 20]), GREEDY):
-        if len(output.outputs[0].token_ids) == 3:
+        if len(output.outputs[0].token_ids) == length:
             break
+    check_idle(llm)
     ended = {}
     for output in llm.stream(prompts_of([9, 20]), GREEDY):
-        if output.prompt_index == 0 and len(output.outputs[0].token_ids) == 3:
+        if output.prompt_index == 0 and len(output.outputs[0].token_ids) == length:
             llm.abort(output.request_id)
         if output.finished:
             ended[output.prompt_index] = output.outputs[0]
-    assert (ended[0].finish_reason, len(ended[0].token_ids)) == ("abort", 3)
+    assert (ended[0].finish_reason, len(ended[0].token_ids)) == ("abort", length)
     assert (ended[1].finish_reason, len(ended[1].token_ids)) == ("length", 24)
+    check_idle(llm)
 
 
 def test_generate_within_a_stream_takes_nothing_from_it(llm):

@@ -23,6 +23,7 @@ from tiny_engine import (
 )
 
 from paged_jax import LLM, SamplingParams
+from paged_jax.dispatch import Flight
 
 
 @pytest.fixture(scope="module")
@@ -186,27 +187,30 @@ def sigint_raises():
 
 
 @pytest.mark.usefixtures("sigint_raises")
-def test_an_interrupt_waits_for_the_step_and_its_outputs_are_not_lost(llm, monkeypatch):
-    engine = llm.engine
+@pytest.mark.parametrize(("lookahead", "num_steps"), [(1, 24), (8, 1 + 6)])
+def test_an_interrupt_waits_for_the_step_and_its_outputs_are_not_lost(
+    llm, monkeypatch, lookahead, num_steps
+):
     expected = tokens_of(run(llm, prompts_of([9])))[0]
-    inner = engine.runner.run
+    other = tiny_llm(llm.model, decode_lookahead=lookahead, warmup=False)
+    engine, to_host = other.engine, Flight.to_host
 
-    def interrupted(*args):
+    def interrupted(flight):
         os.kill(os.getpid(), signal.SIGINT)
-        return inner(*args)
+        return to_host(flight)
 
     engine.add_request("x", prompts_of([9])[0], GREEDY)
     outputs, interrupts = [], 0
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "run", interrupted)
-        while engine.has_unfinished():
-            try:
-                outputs += engine.step()
-            except KeyboardInterrupt:
-                interrupts += 1
-    assert interrupts == 24
+    monkeypatch.setattr(Flight, "to_host", interrupted)
+    while engine.has_unfinished():
+        try:
+            outputs += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == num_steps
     assert tokens_of(outputs) == [expected]
     assert outputs[0].metrics.num_preemptions == 0
+    check_idle(other)
 
 
 def test_half_processed_steps_are_sampled_again_alike(llm, monkeypatch):

@@ -26,8 +26,14 @@ def model():
 
 @pytest.fixture(scope="module")
 def llm(model) -> LLM:
-    """Room for everything, and host memory for all of it."""
-    return tiny_llm(model, swap_space_bytes=SWAP_BYTES, warmup=False)
+    """Room for everything, and host memory for all of it; a step for each token."""
+    return tiny_llm(model, swap_space_bytes=SWAP_BYTES, decode_lookahead=1, warmup=False)
+
+
+@pytest.fixture(scope="module")
+def ahead(model) -> LLM:
+    """As `llm`, with four tokens a call and another call in flight."""
+    return tiny_llm(model, swap_space_bytes=SWAP_BYTES, decode_lookahead=8, warmup=False)
 
 
 def cramped(model, **options: Any) -> LLM:
@@ -195,10 +201,12 @@ def test_a_fork_that_is_aborted_or_stops_early_harms_no_sibling(llm):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("victims", ["all", "first", "last"])
-def test_preemption_before_every_step(llm, mode, n, victims):
+@pytest.mark.parametrize(("engine", "max_tokens"), [("llm", 7), ("ahead", 16)])
+def test_preemption_before_every_step(request, engine, max_tokens, mode, n, victims):
     """Prompts of 7, 12 and 40 tokens, the last in two chunks; with n = 3 there are forks."""
+    llm = request.getfixturevalue(engine)
     prompts = prompts_of([7, 12, 40])
-    params = SamplingParams(**TOP_1, n=n, max_tokens=7)
+    params = SamplingParams(**TOP_1, n=n, max_tokens=max_tokens)
     assert llm.reset_prefix_cache()
     expected = all_tokens(run(llm, prompts, params))
     chosen = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}[victims]

@@ -25,7 +25,7 @@ LAYERS = [
     "paged_jax.demo_model paged_jax.prompts paged_jax.beam_search paged_jax.beam_driver "
     "paged_jax.simulate",
     "paged_jax.bisection paged_jax.sampling paged_jax.batch paged_jax.decode_rows "
-    "paged_jax.batch_builder "
+    "paged_jax.step_programs paged_jax.batch_builder "
     "paged_jax.kv_pool paged_jax.block_mover paged_jax.array_folder "
     "paged_jax.array_folder_writer",
     "paged_jax.models",

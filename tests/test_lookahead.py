@@ -6,14 +6,16 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_engine import EOS, GREEDY, check_idle, prompts_of, run, tiny_llm, tiny_model, tokens_of
 
-from paged_jax import LLM, SamplingParams
-from paged_jax.config import SchedulerConfig
+from paged_jax import LLM, SamplingParams, sizing
+from paged_jax.config import EngineConfig, SchedulerConfig
 from paged_jax.decode_rows import DecodeRows, StopRules, advance, step_of
 from paged_jax.dispatch import Flight
 from paged_jax.request import Request
 from paged_jax.scheduler import Scheduler
+from paged_jax.sharding import make_mesh
 
 LOOKAHEADS = [2, 4, 8]
 
@@ -112,7 +114,7 @@ def test_a_call_is_dispatched_before_the_last_ones_tokens_are_read(model, monkey
 def test_a_stop_ends_its_row_on_the_device(model):
     """The row stands where its last token does, whatever steps and calls come after it."""
     llm = tiny_llm(model, decode_lookahead=8, warmup=False)
-    plain = tiny_llm(model, warmup=False)
+    plain = tiny_llm(model, decode_lookahead=1, warmup=False)
     (prompt,) = prompts_of([6], seed=3)
     sampled = SamplingParams(temperature=1.0, seed=2, max_tokens=40, ignore_eos=True)
     tokens = tokens_of(run(plain, [prompt], sampled))[0]
@@ -185,7 +187,7 @@ def test_aborting_all_leaves_nothing_behind(engines):
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_fault_loses_and_changes_nothing(model, monkeypatch, at):
     llm = tiny_llm(model, decode_lookahead=4, warmup=False)
-    plain = tiny_llm(model, warmup=False)
+    plain = tiny_llm(model, decode_lookahead=1, warmup=False)
     prompts = prompts_of([5, 8], seed=at)
     to_host, reads = Flight.to_host, []
 
@@ -314,4 +316,27 @@ def test_bad_values_are_named(model):
             decode_lookahead=7,
         ).num_decode_steps
         == 3
+    )
+
+
+def test_the_engines_own_choice(model, monkeypatch):
+    """Eight tokens, on a CPU two if the weights that a device holds are many."""
+    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model.params)
+
+    def chosen(params, limit: int, **options: Any) -> int:
+        monkeypatch.setattr(sizing, "CPU_LOOKAHEAD_BYTES", limit)
+        config = EngineConfig(num_gpu_blocks_override=50, max_model_len=64, **options)
+        return sizing.resolve(config, model.config, params, dtype=np.float32)[0].decode_lookahead
+
+    for params in (model.params, abstract):
+        assert chosen(params, num_bytes) == 8
+        assert chosen(params, num_bytes - 1) == 2
+    assert chosen(model.params, num_bytes, speculation="prompt_lookup") == 1
+    assert chosen(model.params, 0, decode_lookahead=5) == 5
+    # Over a mesh it is what each device holds that takes time to read, in its stored form.
+    cut = NamedSharding(make_mesh(2, 4), PartitionSpec("tensor"))
+    quarters = jax.ShapeDtypeStruct((8, 10), np.int8, sharding=cut)
+    assert (
+        sizing.device_bytes([quarters, jax.device_put(np.zeros((4, 6), np.int16), cut)]) == 20 + 12
     )

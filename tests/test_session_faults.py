@@ -16,6 +16,12 @@ def llm() -> LLM:
     return tiny_llm(warmup=False)
 
 
+@pytest.fixture(scope="module")
+def by_steps() -> LLM:
+    """A token a call."""
+    return tiny_llm(decode_lookahead=1, warmup=False)
+
+
 @pytest.fixture(autouse=True)
 def all_free(llm):
     yield
@@ -31,16 +37,24 @@ def sigint_raises():
 
 
 @pytest.mark.usefixtures("sigint_raises")
-@pytest.mark.parametrize("at_step", [1, 3, 8])
-def test_an_interrupt_that_waits_for_the_step_leaves_the_old_tokens(llm, monkeypatch, at_step):
-    """Ctrl-C in the eighth step, the last one: the tokens are all there, and nobody gets them."""
+@pytest.mark.parametrize(
+    ("engine", "at_call"),
+    [("by_steps", 1), ("by_steps", 3), ("by_steps", 8), ("llm", 1), ("llm", 2)],
+)
+def test_an_interrupt_that_waits_for_the_step_leaves_the_old_tokens(
+    request, monkeypatch, engine, at_call
+):
+    """Ctrl-C in the eighth step, the last one: the tokens are all there, and nobody gets them. Or
+    in one of two calls of four.
+    """
+    llm = request.getfixturevalue(engine)
     [prompt] = prompts_of([20])
     seq, runner, calls = start(llm, prompt), llm.engine.runner, []
     inner = runner.run
 
     def interrupted(*args):
         calls.append(args)
-        if len(calls) == at_step:
+        if len(calls) == at_call:
             signal.raise_signal(signal.SIGINT)
         return inner(*args)
 
@@ -54,6 +68,7 @@ def test_an_interrupt_that_waits_for_the_step_leaves_the_old_tokens(llm, monkeyp
     tokens = seq.extend([9]).token_ids
     assert seq.generate(greedy(8)).outputs[0].token_ids == continued(llm, tokens, greedy(8))
     seq.close()
+    check_nothing_held(llm)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

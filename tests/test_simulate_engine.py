@@ -1,4 +1,8 @@
-"""The simulator and the engine make the same schedules of the same requests, step by step."""
+"""The simulator and the engine make the same schedules of the same requests, step by step.
+
+Engines that decode ahead have all programs from the start: which call follows hangs on what is
+ready.
+"""
 
 import numpy as np
 import pytest
@@ -111,7 +115,6 @@ def test_the_simulator_schedules_as_the_engine_does(options, lookahead):
         num_gpu_blocks_override=41,
         max_num_seqs=8,
         max_model_len=64,
-        warmup=False,
         decode_lookahead=lookahead,
         **options,
     )
@@ -127,7 +130,7 @@ def test_the_simulator_schedules_as_the_engine_does(options, lookahead):
 @pytest.mark.parametrize("lookahead", [4, 8])
 def test_decoding_ahead_with_room(lookahead):
     # Ten seats, so that there are programs for 1, 8 and 10 rows, and a pool that suffices.
-    llm = tiny_llm(max_num_seqs=10, warmup=False, decode_lookahead=lookahead)
+    llm = tiny_llm(max_num_seqs=10, decode_lookahead=lookahead)
     steps = compare(llm, *requests_of(16, shared=13, prompt=(3, 20), output=(5, 60)))
     calls = [step["decode steps"] for step in steps]
     assert calls.count(lookahead // 2) > 10
@@ -144,8 +147,8 @@ def test_the_schedules_of_the_demo_model(demo_model_path, lookahead):
         max_num_batched_tokens=64,
         max_model_len=160,
         preemption_mode="recompute",
-        warmup=False,
         decode_lookahead=lookahead,
+        warmup=lookahead > 1,
     )
     requests = requests_of(30, shared=33, prompt=(3, 60), output=(4, 24), vocabulary=49_000)
     steps = compare(llm, *requests)

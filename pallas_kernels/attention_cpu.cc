@@ -6,14 +6,15 @@
 // batch change no bit of its result.
 //
 //   few rows (decodes): 256 tokens an item, cut at multiples of 256; the parts of a longer sequence
-//       are merged by log-sum-exp at the end. One dot product a token, row and vector, 16 tokens
-//       side by side. Keys and values of float32 and int8 are read in place, where a head is
-//       whole vectors.
-//   many rows (prefills): all tokens that the tile sees, 64 at a time. Keys are transposed once a
-//       chunk, and both products are tiles of sums held in registers.
+//       are merged by log-sum-exp at the end.
+//   many rows (prefills): all tokens that the tile sees.
 //
-// Slots past a sequence's end are never read. Elements that are not read in place become float32 a
-// chunk at a time, in the cache.
+// An item goes through its tokens in chunks:
+//
+//   keys --> scores [rows, chunk] --> weights, a running softmax --> + weights * values
+//   (attention_cpu_keys.h)            (attention_cpu_rows.h)         [rows, head_dim]
+//
+// Tokens are read some at a time, and asked for before. Slots past a sequence's end are never read.
 
 #include <algorithm>
 #include <cmath>
@@ -22,9 +23,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "attention_cpu_keys.h"
 #include "attention_cpu_math.h"
 #include "attention_cpu_plan.h"
 #include "attention_cpu_pool.h"
+#include "attention_cpu_rows.h"
 #include "matmul_cpu_threads.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -33,18 +36,59 @@ namespace ffi = xla::ffi;
 namespace paged_attention {
 namespace {
 
-constexpr int kChunkTokens = 64;   // of keys that are transposed or converted
-constexpr float kLowest = -1e30f;  // the maximum over nothing; finite, so differences are numbers
+// Tokens whose scores are held at once; the items of few rows have no more.
+constexpr int kChunkTokens = kSplitTokens;
 
-// The running softmax of some rows, each a query row and head: row * group + head of the group.
-struct State {
-  float *largest, *total, *weighted;  // [rows], [rows], [rows, width]
-  State(float* at, int rows, int width)
-      : largest(at + int64_t{rows} * width), total(largest + rows), weighted(at) {
-    std::fill(largest, largest + rows, kLowest);
-    std::fill(total, total + rows, 0.0f);
-    std::fill(weighted, weighted + int64_t{rows} * width, 0.0f);
+// How many of them are read at a time. With few rows memory takes most of the time, and is asked
+// for little by little.
+int step_tokens(const Batch& batch, const Item& item) {
+  constexpr int kStepBytes = 4096;
+  if (item.num_rows * batch.group() > kFewRows) return kMaxStepTokens;
+  const int tokens = kStepBytes / (batch.pool.token_stride * batch.pool.element_bytes());
+  return std::clamp(tokens / kLanes * kLanes, kLanes, kMaxStepTokens);
+}
+
+// Asks for keys and values some time before they are read. Blocks lie scattered, which no hardware
+// foresees; this way memory is at work all the time, from one item into the next:
+//
+//   read    k0 k1 k2 k3 v0 v1 v2 v3 | k0 k1 k2 ...
+//   asked         k2 k3 v0 v1 v2 v3 | k0 k1 k2 k3 ...
+class Lookahead {
+ public:
+  // Over items [item, end), whose keys and values are then read in this order.
+  Lookahead(const Batch& batch, const Item* item, const Item* end)
+      : batch_(batch), item_(item), end_(end) {
+    constexpr int kTokensAhead = 64;
+    advance(kTokensAhead);
   }
+
+  // To be called before the next num_tokens keys or values are read.
+  __attribute__((always_inline)) void advance(int num_tokens) {
+    const Pool& pool = batch_.pool;
+    while (num_tokens > 0 && item_ != end_) {
+      // A chunk's keys come before its values.
+      const int first = at_ / (2 * kChunkTokens) * kChunkTokens, within = at_ - 2 * first;
+      const int size = item_->end_token - item_->first_token;
+      const int chunk_tokens = std::min(kChunkTokens, size - first);
+      const bool is_value = within >= chunk_tokens;
+      const int token = is_value ? within - chunk_tokens : within;
+      const int count = std::min(num_tokens, chunk_tokens - token);
+      pool.prefetch(batch_.table_of(item_->seq),
+                    item_->kv_head + (is_value ? pool.num_kv_heads : 0),
+                    item_->first_token + first + token, count);
+      num_tokens -= count;
+      at_ += count;
+      if (at_ == 2 * size) {
+        ++item_;
+        at_ = 0;
+      }
+    }
+  }
+
+ private:
+  const Batch& batch_;
+  const Item *item_, *end_;
+  int at_ = 0;  // among the item's keys and values
 };
 
 // A thread's own memory, kept between calls.
@@ -55,148 +99,15 @@ float* scratch(int64_t num_floats) {
   return memory.data() + (64 - address % 64) % 64 / sizeof(float);
 }
 
-void load_queries(const Batch& batch, const Item& item, float* q) {
-  const int group = batch.group(), dim = batch.pool.head_dim, width = batch.width();
-  const float* channels = batch.key_scales(item.kv_head);
-  float factor = batch.scale;
-  if (batch.k_scale) factor *= batch.k_scale[item.kv_head];
-  for (int row = 0; row < item.num_rows; ++row) {
-    for (int head = 0; head < group; ++head, q += width) {
-      const int64_t at = (int64_t{item.first_row + row} * batch.num_q_heads +
-                          item.kv_head * group + head) * dim;
-      if (batch.q_is_bfloat16) {
-        convert_bfloat16(static_cast<const uint16_t*>(batch.q) + at, dim, q);
-      } else {
-        std::memcpy(q, static_cast<const float*>(batch.q) + at, dim * sizeof(float));
-      }
-      if (channels) {
-        for (int d = 0; d < dim; ++d) q[d] *= channels[d];
-      }
-      for (int d = 0; d < dim; ++d) q[d] *= factor;
-      std::fill(q + dim, q + width, 0.0f);
-    }
-  }
-}
-
-// Asks for the next kLanes rows, into the second level of cache: the first is too small for them.
-// Inlined always, or GCC drops the call of a function without effects.
-template <class Number>
-__attribute__((always_inline)) inline void prefetch_rows(const Number* const* rows, int width) {
-  constexpr int kLineNumbers = 64 / sizeof(Number);
-  for (int i = 0; i < kLanes; ++i) {
-    for (int d = 0; d < width; d += kLineNumbers) __builtin_prefetch(rows[i] + d, 0, 2);
-  }
-}
-
-// scores[row][token] = q[row] . keys[token], for a multiple of kLanes tokens.
-//
-// Blocks lie scattered, which no hardware foresees: the keys to come, of which num_known are there,
-// and the values that are read next (null if they are not in place), are asked for here. It takes
-// a third off the time.
-template <class Number>
-void dot_products(const float* q, int rows, int width, const Number* const* keys,
-                  const Number* const* values, int num_tokens, int num_known, float* scores,
-                  int stride) {
-  constexpr int kKeysAhead = 2 * kLanes;
-  for (int token = 0; token < num_tokens; token += kLanes) {
-    if (values != nullptr) prefetch_rows(values + token, width);
-    if (token + kKeysAhead < num_known) prefetch_rows(keys + token + kKeysAhead, width);
-    for (int row = 0; row < rows; ++row) {
-      Vec products[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) products[i] = Vec{};
-      for (int d = 0; d < width; d += kLanes) {
-        const Vec part = load(q + row * width + d);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) products[i] += part * load(keys[token + i] + d);
-      }
-      store(scores + row * stride + token, sums_of(products));
-    }
-  }
-}
-
-// packed[d][token] = keys[token][d], for a multiple of kLanes tokens.
-void transpose_keys(const float* const* keys, int num_tokens, int width, float* packed) {
-  for (int token = 0; token < num_tokens; token += kLanes) {
-    for (int d = 0; d < width; d += kLanes) {
-      Vec square[kLanes];
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) square[i] = load(keys[token + i] + d);
-      transpose(square);
-#pragma GCC unroll 16
-      for (int i = 0; i < kLanes; ++i) store(packed + (d + i) * kChunkTokens + token, square[i]);
-    }
-  }
-}
-
-// Turns one row's scores into weights exp(score - largest), 0 outside [first, end), and brings the
-// row's state up to them. Tokens are counted from the chunk's first; scores end at `num_scores`.
-void add_row(float* scores, int num_scores, int first, int end, float soft_cap, State state,
-             int row, int width) {
-  if (end <= first) return std::fill(scores, scores + num_scores, 0.0f);
-  Vec peaks = splat(kLowest);
-  for (int token = 0; token < num_scores; token += kLanes) {
-    Vec score = load(scores + token);
-    if (soft_cap > 0) score = soft_cap * tanh_of(score / soft_cap);
-    if (token < first || token + kLanes > end) {
-      const IntVec at = iota() + token;
-      score = (at >= first) & (at < end) ? score : splat(-std::numeric_limits<float>::infinity());
-    }
-    peaks = score > peaks ? score : peaks;
-    store(scores + token, score);
-  }
-  const float largest = std::max(state.largest[row], largest_of(peaks));
-  Vec total{};
-  for (int token = 0; token < num_scores; token += kLanes) {
-    const Vec weight = exp_of(load(scores + token) - largest);
-    total += weight;
-    store(scores + token, weight);
-  }
-  const float correction = std::exp(state.largest[row] - largest);
-  state.largest[row] = largest;
-  state.total[row] = state.total[row] * correction + sum_of(total);
-  float* weighted = state.weighted + int64_t{row} * width;
-  for (int d = 0; d < width; d += kLanes) store(weighted + d, load(weighted + d) * correction);
-}
-
-void write_rows(const Batch& batch, const Item& item, const State& state) {
-  const int group = batch.group(), dim = batch.pool.head_dim, width = batch.width();
-  const float v_scale = batch.v_scale ? batch.v_scale[item.kv_head] : 1.0f;
-  const float* scales = batch.value_scales(item.kv_head);
-  const float* offsets = batch.value_offsets(item.kv_head);
-  for (int i = 0; i < item.num_rows * group; ++i) {
-    const int head = item.kv_head * group + i % group;
-    const int64_t row = int64_t{item.first_row + i / group} * batch.num_q_heads + head;
-    float total = state.total[i], factor = v_scale;
-    if (batch.sinks) {
-      const float largest = std::max(state.largest[i], batch.sinks[head]);
-      const float correction = std::exp(state.largest[i] - largest);
-      total = total * correction + std::exp(batch.sinks[head] - largest);
-      factor *= correction;
-    }
-    factor /= std::max(total, std::numeric_limits<float>::min());
-    float* values = state.weighted + int64_t{i} * width;
-    for (int d = 0; d < dim; ++d) values[d] *= factor;
-    if (scales) {  // The weights add up to 1, so that the offset counts once.
-      for (int d = 0; d < dim; ++d) values[d] = multiply_add(values[d], scales[d], offsets[d]);
-    }
-    if (batch.q_is_bfloat16) {
-      write_bfloat16(values, dim, static_cast<uint16_t*>(batch.out) + row * dim);
-    } else {
-      std::memcpy(static_cast<float*>(batch.out) + row * dim, values, dim * sizeof(float));
-    }
-    if (batch.lse) batch.lse[row] = state.largest[i] + std::log(state.total[i]);
-  }
-}
-
-// Tokens begin to begin + num_tokens of an item's sequence, whose scores stand in [rows, stride].
+// Tokens begin to begin + num_tokens of an item's sequence, with their scores.
 struct Chunk {
   const Batch& batch;
   const Item& item;
-  int begin, num_tokens, stride;
-  float* scores;
+  int begin, num_tokens;
+  float* scores;  // [rows, kChunkTokens]
 
   int rows() const { return item.num_rows * batch.group(); }
+  float* scores_of(int row, int token) const { return scores + row * kChunkTokens + token; }
   // How many of the chunk's tokens come before what a row does not see.
   int visible(int row) const {
     const int end = batch.end_seen(item.position + row / batch.group(), item.seq);
@@ -206,118 +117,116 @@ struct Chunk {
   int num_vecs(int end) const { return round_up(visible(end - 1), kLanes) / kLanes; }
 };
 
-// add_row of rows [first_row, end_row).
-void add_rows(const Chunk& chunk, int first_row, int end_row, State state, int width) {
+// Calls work(first row, number of rows) for each tile.
+template <class Work>
+void for_each_tile(int rows, const Work& work) {
+  for (int row = 0; row < rows; row += kTileRows) work(row, std::min(kTileRows, rows - row));
+}
+
+// Where a step's numbers of a head lie: in the pool, or in `converted` where those are no Number.
+template <class Number>
+void find_step(const Chunk& chunk, int head, int first, int num_tokens, float* converted,
+               const Number** found) {
   const Batch& batch = chunk.batch;
-  for (int row = first_row; row < end_row; ++row) {
-    const int position = chunk.item.position + row / batch.group();
-    const int first = std::max(batch.first_seen(position) - chunk.begin, 0);
-    add_row(chunk.scores + row * chunk.stride, chunk.num_vecs(end_row) * kLanes, first,
-            chunk.visible(row), batch.soft_cap, state, row, width);
+  const int32_t* table = batch.table_of(chunk.item.seq);
+  const int begin = chunk.begin + first, num_found = round_up(num_tokens, kLanes);
+  if constexpr (std::is_same<Number, float>::value) {
+    batch.pool.tokens_of(table, head, begin, num_tokens, num_found, converted, found);
+  } else {
+    batch.pool.find_tokens(table, head, begin, num_tokens, num_found, found);
   }
 }
 
-// Adds a chunk's values, weighted by its scores. What none of a tile sees is not multiplied.
-template <class Number>
-void add_values(const Chunk& chunk, const Number* const* values, State state, int width) {
-  for (int i = 0; i < chunk.rows(); i += kTileRows) {
-    const int tile = std::min(kTileRows, chunk.rows() - i);
-    multiply<true>(tile, chunk.scores + i * chunk.stride, chunk.stride, values,
-                   chunk.visible(i + tile - 1), state.weighted + int64_t{i} * width, width,
-                   width / kLanes);
-  }
+// Scores of num_tokens keys that are read, which begin with the chunk's token `first`.
+template <class Keys>
+void score_step(const Chunk& chunk, const Keys& keys, int first, int num_tokens) {
+  const int all_vecs = round_up(num_tokens, kLanes) / kLanes;
+  for_each_tile(chunk.rows(), [&](int row, int tile) {
+    const int num_vecs = std::min(chunk.num_vecs(row + tile) - first / kLanes, all_vecs);
+    keys.score(row, tile, num_vecs, chunk.scores_of(row, first), kChunkTokens);
+  });
 }
 
-// Few rows, whose item is a part of a sequence; keys and values are read where they lie.
-template <class Number>
-void attend_in_place(const Batch& batch, const Item& item) {
-  // Other than float32 as where they are converted, bit for bit.
-  constexpr int kChunk = std::is_same<Number, float>::value ? kSplitTokens : kChunkTokens;
-  const int rows = item.num_rows * batch.group(), width = batch.width();
-  const int64_t own_floats = state_floats(rows, width);
-  float* q = scratch(own_floats + rows * (width + kChunk));
-  float* scores = q + rows * width;
-  float* own = scores + rows * kChunk;
-  State state(item.part < 0 ? own : batch.parts + item.part * own_floats, rows, width);
-  load_queries(batch, item, q);
-
-  const Number *keys[kSplitTokens + kLanes], *values[kSplitTokens + kLanes];
-  const int num_tokens = item.end_token - item.first_token;
-  const int num_known = round_up(num_tokens, kLanes);
-  const int value_head = batch.pool.num_kv_heads + item.kv_head;
-  const int32_t* table = batch.block_tables + int64_t{item.seq} * batch.max_blocks;
-  const auto find = [&](int head, const Number** found) {
-    batch.pool.find_tokens(table, head, item.first_token, num_tokens, num_known, found);
-  };
-  find(item.kv_head, keys);
-  find(value_head, values);
-  for (int at = 0; at < num_tokens; at += kChunk) {
-    const int here = std::min(kChunk, num_tokens - at);
-    const Chunk chunk{batch, item, item.first_token + at, here, kChunk, scores};
-    dot_products(q, rows, width, keys + at, values + at, round_up(here, kLanes), num_known - at,
-                 scores, kChunk);
-    for (int i = 0; i < rows; i += kTileRows) {
-      add_rows(chunk, i, std::min(i + kTileRows, rows), state, width);
+void add_rows(const Chunk& chunk, const State& state, int width) {
+  const Batch& batch = chunk.batch;
+  for_each_tile(chunk.rows(), [&](int first_row, int tile) {
+    const int num_scores = chunk.num_vecs(first_row + tile) * kLanes;
+    for (int row = first_row; row < first_row + tile; ++row) {
+      const int position = chunk.item.position + row / batch.group();
+      const int first = std::max(batch.first_seen(position) - chunk.begin, 0);
+      add_row(chunk.scores_of(row, 0), num_scores, first, chunk.visible(row), batch.soft_cap,
+              state, row, width);
     }
-    add_values(chunk, values + at, state, width);
-  }
-  if (item.part < 0) write_rows(batch, item, state);
+  });
 }
 
-// Any rows and pool, a chunk at a time.
-void attend_by_chunks(const Batch& batch, const Item& item) {
-  const int rows = item.num_rows * batch.group(), width = batch.width();
-  const bool packs = rows > kFewRows;
-  constexpr int kStride = kChunkTokens;
-  const int64_t own_floats = state_floats(rows, width);
-  float* q = scratch(own_floats + rows * (width + kStride) + 2 * kChunkTokens * width);
-  float* scores = q + rows * width;
-  float* packed = scores + rows * kStride;
-  float* converted = packed + kChunkTokens * width;
-  float* own = converted + kChunkTokens * width;
-  State state(item.part < 0 ? own : batch.parts + item.part * own_floats, rows, width);
-  load_queries(batch, item, q);
+// Adds a step's values, weighted. What none of a tile sees is not multiplied.
+template <class Value>
+void add_values(const Chunk& chunk, const Value* const* values, int first, int num_tokens,
+                const State& state, int width) {
+  for_each_tile(chunk.rows(), [&](int row, int tile) {
+    const int depth = std::min(chunk.visible(row + tile - 1) - first, num_tokens);
+    if (depth <= 0) return;
+    multiply<true>(tile, chunk.scores_of(row, first), kChunkTokens, values, depth,
+                   state.weighted + int64_t{row} * width, width, width / kLanes);
+  });
+}
 
-  const float* packed_rows[kMaxHeadDim];
-  const float *keys[kChunkTokens + kLanes], *values[kChunkTokens + kLanes];
-  const int value_head = batch.pool.num_kv_heads + item.kv_head;
-  for (int d = 0; d < width; ++d) packed_rows[d] = packed + d * kChunkTokens;
-  const int32_t* table = batch.block_tables + int64_t{item.seq} * batch.max_blocks;
+// One item, its scores by a class of attention_cpu_keys.h. Value is float, for any pool, or what
+// the pool consists of.
+template <class Keys, class Value>
+void attend_by(const Batch& batch, const Item& item, Lookahead& ahead) {
+  const int rows = item.num_rows * batch.group(), width = batch.width();
+  const int step = step_tokens(batch, item);
+  const int value_step = std::min(2 * step, kMaxStepTokens);  // each loads and stores all sums
+  const int64_t own_floats = state_floats(rows, width), scores_at = round_up(own_floats, kLanes);
+  float* own = scratch(scores_at + rows * kChunkTokens + kMaxStepTokens * width +
+                       Keys::num_floats(rows, width));
+  float* scores = own + scores_at;
+  float* converted = scores + rows * kChunkTokens;
+  Keys keys(batch, item, converted + kMaxStepTokens * width);
+  State state(item.part < 0 ? own : batch.parts + item.part * own_floats, rows, width);
+
+  const typename Keys::Number* key_rows[kMaxStepTokens];
+  const Value* value_rows[kMaxStepTokens];
   for (int begin = item.first_token; begin < item.end_token; begin += kChunkTokens) {
     const int num_tokens = std::min(kChunkTokens, item.end_token - begin);
-    const int num_scores = round_up(num_tokens, kLanes);
-    const Chunk chunk{batch, item, begin, num_tokens, kStride, scores};
-    const auto read_tokens = [&](int head, const float** found) {
-      batch.pool.tokens_of(table, head, begin, num_tokens, num_scores, converted, found);
-    };
-    read_tokens(item.kv_head, keys);
-    if (packs) {
-      transpose_keys(keys, num_scores, width, packed);
-    } else {
-      const float* const* not_in_place = nullptr;
-      dot_products(q, rows, width, keys, not_in_place, num_scores, num_scores, scores, kStride);
+    const Chunk chunk{batch, item, begin, num_tokens, scores};
+    for (int first = 0; first < num_tokens; first += step) {
+      const int count = std::min(step, num_tokens - first);
+      ahead.advance(count);
+      find_step(chunk, item.kv_head, first, count, converted, key_rows);
+      keys.read(key_rows, round_up(count, kLanes));
+      score_step(chunk, keys, first, count);
     }
-    for (int i = 0; i < rows; i += kTileRows) {
-      const int tile = std::min(kTileRows, rows - i);
-      if (packs) {
-        multiply<false>(tile, q + i * width, width, packed_rows, width, scores + i * kStride,
-                        kStride, chunk.num_vecs(i + tile));
-      }
-      add_rows(chunk, i, i + tile, state, width);
+    add_rows(chunk, state, width);
+    for (int first = 0; first < num_tokens; first += value_step) {
+      const int count = std::min(value_step, num_tokens - first);
+      ahead.advance(count);
+      find_step(chunk, batch.pool.num_kv_heads + item.kv_head, first, count, converted,
+                value_rows);
+      add_values(chunk, value_rows, first, count, state, width);
     }
-    read_tokens(value_head, values);  // Converted values take the place of the keys.
-    add_values(chunk, values, state, width);
   }
   if (item.part < 0) write_rows(batch, item, state);
 }
 
-void attend(const Batch& batch, const Item& item) {
+void attend(const Batch& batch, const Item& item, Lookahead& ahead) {
   const bool is_few = item.num_rows * batch.group() <= kFewRows;
-  if (is_few && batch.pool.head_dim % kLanes == 0) {
-    if (batch.pool.kind == PoolKind::kFloat32) return attend_in_place<float>(batch, item);
-    if (batch.pool.kind == PoolKind::kInt8) return attend_in_place<int8_t>(batch, item);
+  if (batch.pool.kind == PoolKind::kInt8) {
+#if defined(__AVX512VNNI__)
+    if (Int8Keys::takes(batch.pool.head_dim)) {
+      // With many rows a value is worth converting once for all of them.
+      return is_few ? attend_by<Int8Keys, int8_t>(batch, item, ahead)
+                    : attend_by<Int8Keys, float>(batch, item, ahead);
+    }
+#endif
+    if (is_few && batch.pool.head_dim % kLanes == 0) {
+      return attend_by<DottedKeys<int8_t>, int8_t>(batch, item, ahead);
+    }
   }
-  attend_by_chunks(batch, item);
+  is_few ? attend_by<DottedKeys<float>, float>(batch, item, ahead)
+         : attend_by<TurnedKeys, float>(batch, item, ahead);
 }
 
 void merge(const Batch& batch, const Merge& merged) {
@@ -343,12 +252,34 @@ void merge(const Batch& batch, const Merge& merged) {
   write_rows(batch, merged.first, sum);
 }
 
+// Where the units begin that threads take: items that follow each other, so that a thread knows
+// what it reads next. Ends with the items' end.
+std::vector<const Item*> cut_into_units(const std::vector<Item>& items, int group, int64_t cost) {
+  std::vector<const Item*> units;
+  int64_t taken = cost;
+  for (const Item& item : items) {
+    if (taken >= cost) {
+      units.push_back(&item);
+      taken = 0;
+    }
+    taken += item.cost(group);
+  }
+  units.push_back(items.data() + items.size());
+  return units;
+}
+
 void run(const Batch& batch, const std::vector<Item>& items, ffi::ThreadPool& threads) {
   constexpr int64_t kWorthAThread = 1 << 13;  // of cost: some microseconds
+  constexpr int64_t kUnitsPerThread = 16;     // so many that nobody waits long for the last one
   int64_t cost = 0;
   for (const Item& item : items) cost += item.cost(batch.group());
-  matmul::for_each_item(items.size(), 1 + cost / kWorthAThread, threads,
-                        [&](int64_t i) { attend(batch, items[i]); });
+  const int64_t num_threads = std::min<int64_t>(threads.num_threads(), 1 + cost / kWorthAThread);
+  const int64_t unit_cost = std::min(cost / (num_threads * kUnitsPerThread), kWorthAThread);
+  const auto units = cut_into_units(items, batch.group(), unit_cost);
+  matmul::for_each_item(units.size() - 1, num_threads, threads, [&](int64_t i) {
+    Lookahead ahead(batch, units[i], units[i + 1]);
+    for (const Item* item = units[i]; item != units[i + 1]; ++item) attend(batch, *item, ahead);
+  });
 }
 
 ffi::Error attention(ffi::ThreadPool threads, ffi::AnyBuffer q, ffi::AnyBuffer pool,

@@ -21,9 +21,11 @@ from pallas_kernels.native_build import NativeKernel, register_handler
 
 _FOLDER = pathlib.Path(__file__).parent
 _HEADERS = (
+    "attention_cpu_keys.h",
     "attention_cpu_math.h",
     "attention_cpu_plan.h",
     "attention_cpu_pool.h",
+    "attention_cpu_rows.h",
     "matmul_cpu_threads.h",
 )
 _KERNEL = NativeKernel(

@@ -35,6 +35,7 @@ struct Batch {
 
   int group() const { return num_q_heads / pool.num_kv_heads; }
   int width() const { return round_up(pool.head_dim, kLanes); }
+  const int32_t* table_of(int seq) const { return block_tables + int64_t{seq} * max_blocks; }
   // Of a head's channels; null where there are none.
   const float* key_scales(int kv_head) const {
     return channel_scale ? channel_scale + int64_t{kv_head} * pool.head_dim : nullptr;

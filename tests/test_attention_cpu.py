@@ -41,6 +41,35 @@ def test_groups_of_many_heads() -> None:
     assert max(relative_errors(case, np.asarray(out), oracle(case))) < 2e-6
 
 
+INT8_SHAPE = dataclasses.replace(SHAPE, pool_dtype="int8")
+INT8_LENGTHS = [(1, 400), (20, 150), (1, 30), (3, 600)]
+
+
+def test_int8_keys_meet_queries_of_every_size() -> None:
+    """Rows of a pool of int8 may be multiplied as integers: sizes must not matter, nor zeros."""
+    case = make_case(INT8_SHAPE, INT8_LENGTHS, seed=7)
+    q, *others = case.arrays
+    rng = np.random.default_rng(7)
+    sizes = 2.0 ** rng.integers(-148, 1, q.shape[:2])
+    q = q * jnp.asarray(sizes, jnp.float32)[:, :, None]
+    q = q.at[3:6].set(0.0).at[:, :, 5].multiply(4.0)  # one channel above the others
+    case = dataclasses.replace(case, arrays=(q, *others))
+    out = ragged_paged_attention(*case.arrays, **case.options, implementation="cpu")
+    assert max(relative_errors(case, np.asarray(out), oracle(case))) < 2e-6
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_int8_keys_meet_a_query_that_is_no_number(wrong: float) -> None:
+    case = make_case(INT8_SHAPE, INT8_LENGTHS, seed=8)
+    q, *others = case.arrays
+    broken = np.zeros(q.shape[:2], bool)
+    broken[[0, 9, 23], [4, 0, 8]] = True  # a decode, a row of a prefill, one of three
+    q = jnp.where(broken[:, :, None] & (jnp.arange(64) == 40), wrong, q)
+    out = np.asarray(ragged_paged_attention(q, *others, **case.options, implementation="cpu")[:25])
+    np.testing.assert_array_equal(np.isnan(out).all(axis=2), broken[:25])
+    np.testing.assert_array_equal(np.isnan(out).any(axis=2), broken[:25])
+
+
 def test_in_a_loop_over_a_donated_pool_the_pool_stays_where_it_is() -> None:
     case = make_case(SHAPE, [(1, 500), (1, 30)], seed=3)
     q, pool, kv_lens, tables, starts, num_seqs = case.arrays

@@ -381,6 +381,7 @@ def run(**options):
     assert not missed, f"the machine never came to: {missed}"
 
 
+@pytest.mark.once
 def test_blocks_hold_what_their_sequences_need():
     run(max_examples=120, stateful_step_count=40, derandomize=True)
 

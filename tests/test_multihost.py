@@ -247,6 +247,7 @@ def test_tensor_parts_across_processes_give_the_rows_of_one(folder, source, expe
     assert rows_of(sink) == expected
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full)])
 def test_one_of_two_hosts_dies_and_the_run_is_begun_again(
     hosts, folder, source, expected, tmp_path, victim

@@ -334,6 +334,7 @@ def test_the_script_ends_while_its_input_stays_open(tiny_folder, ending):
         pass
 
 
+@pytest.mark.once
 def test_the_script_refuses_before_it_loads(tiny_folder, tmp_path):
     answers = tmp_path / "answers.jsonl"
     answers.write_text('"abc"\n')

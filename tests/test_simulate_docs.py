@@ -6,6 +6,8 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 from paged_jax.simulate.canvas import Picture
 
 PAGE = Path(__file__).parent.parent / "docs" / "simulator.md"
@@ -25,6 +27,7 @@ def run_cell(source, names):
     return printed.getvalue(), value
 
 
+@pytest.mark.once
 def test_the_cells_of_the_page_run_and_print_what_it_says():
     names, shown, outputs = {}, [], 0
     printed = ""

@@ -160,6 +160,7 @@ def test_the_busiest_stretch(monkeypatch):
     assert stretch.one_in == 1 and 60 <= stretch.end_seconds - stretch.start_seconds < 130
 
 
+@pytest.mark.once
 def test_a_sample_answers_for_the_whole(monkeypatch):
     requests, step_time = single_file(1500, 40.0), ConstantStepTime(0.1)
     found = []

@@ -137,6 +137,7 @@ def test_decoding_ahead_with_room(lookahead):
     assert 1 < min(count for count in calls if count > 1) < lookahead // 2 or lookahead == 4
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("lookahead", [1, 8])
 def test_the_schedules_of_the_demo_model(demo_model_path, lookahead):
     # 30 requests and 20 blocks of 16: three or four fit at a time.

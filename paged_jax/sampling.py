@@ -147,19 +147,12 @@ def sample(logits: jax.Array, batch: SamplingBatch, *, is_plain: bool = False) -
     )
     is_finite = has_no_nan & jnp.isfinite(row_max)
     token_ids = _known_or(token_ids, is_finite, batch)
-    logprob, rank, top_ids, top_logprobs = lax.cond(
+    details = lax.cond(
         jnp.any(batch.num_logprobs >= 0),
         lambda: _logprobs(logits, raw_max, token_ids),
         lambda: _no_logprobs(*logits.shape),
     )
-    return SamplerOutput(
-        token_ids=token_ids,
-        logprob=logprob,
-        rank=rank,
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        is_finite=is_finite,
-    )
+    return _output(token_ids, details, is_finite)
 
 
 def plain_output(
@@ -175,7 +168,12 @@ def plain_output(
     """
     is_finite = jnp.isfinite(largest)
     token_ids = _known_or(likeliest, is_finite, batch)
-    logprob, rank, top_ids, top_logprobs = _no_logprobs(likeliest.shape[0], vocab_size)
+    details = _no_logprobs(likeliest.shape[0], vocab_size)
+    return _output(token_ids, details, is_finite)
+
+
+def _output(token_ids, details, is_finite):
+    logprob, rank, top_ids, top_logprobs = details
     return SamplerOutput(
         token_ids=token_ids,
         logprob=logprob,

@@ -170,12 +170,6 @@ class Int8Keys {
   static constexpr int kLimbs = 3;
   static constexpr int32_t kZero = 1 << 22;
 
-  static IntVec load_words(const int32_t* from) {
-    IntVec words;
-    std::memcpy(&words, from, sizeof words);
-    return words;
-  }
-  static void store_words(int32_t* to, IntVec words) { std::memcpy(to, &words, sizeof words); }
   static IntVec splat_word(int32_t word) { return word - IntVec{}; }
 
   // Sums of four products, of bytes without sign and keys.
@@ -236,13 +230,13 @@ class Int8Keys {
     for (int i = 0; i < kSums; ++i)
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) {
-        sums[i][j] = i % kLimbs == 2 ? load_words(starts_ + (vec + j) * kLanes) : IntVec{};
+        sums[i][j] = i % kLimbs == 2 ? load_words<IntVec>(starts_ + (vec + j) * kLanes) : IntVec{};
       }
     for (int word = 0; word < num_words_; ++word) {
       IntVec columns[kVecs];
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) {
-        columns[j] = load_words(keys + word * kMaxStepTokens + j * kLanes);
+        columns[j] = load_words<IntVec>(keys + word * kMaxStepTokens + j * kLanes);
       }
 #pragma GCC unroll 6
       for (int i = 0; i < kSums; ++i) {

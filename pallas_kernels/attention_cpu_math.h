@@ -63,6 +63,19 @@ inline Vec load(const int8_t* from) {
 
 inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof vec); }
 
+// A vector of words, in whatever type of vector they are meant.
+template <class V>
+inline V load_words(const int32_t* from) {
+  V vec;
+  std::memcpy(&vec, from, sizeof vec);
+  return vec;
+}
+
+template <class V>
+inline void store_words(int32_t* to, V vec) {
+  std::memcpy(to, &vec, sizeof vec);
+}
+
 inline Vec splat(float value) { return value - Vec{}; }
 
 inline IntVec iota() {

@@ -22,8 +22,10 @@ namespace matmul {
 using paged_attention::IntVec;
 using paged_attention::kLanes;
 using paged_attention::load;
+using paged_attention::load_words;
 using paged_attention::round_up;
 using paged_attention::store;
+using paged_attention::store_words;
 using paged_attention::transpose;
 using paged_attention::Vec;
 
@@ -45,19 +47,6 @@ inline To bits_of(From from) {
   To to;
   std::memcpy(&to, &from, sizeof to);
   return to;
-}
-
-// A vector of words, in whatever type of vector they are meant.
-template <class V>
-inline V load_words(const int32_t* from) {
-  V vec;
-  std::memcpy(&vec, from, sizeof vec);
-  return vec;
-}
-
-template <class V>
-inline void store_words(int32_t* to, V vec) {
-  std::memcpy(to, &vec, sizeof vec);
 }
 
 template <class V>

@@ -195,11 +195,13 @@ def test_the_largest_of_each_row_is_that_of_the_product(build, shape) -> None:
     x[num_rows // 2] = np.abs(x[num_rows // 2])
     for mode in ("int8", "int8_weight_only", None):
         matrix = matrix_of(-np.abs(weight) if mode is None else weight, mode)
-        scale = np.asarray(getattr(matrix, "scale", np.ones(num_out, np.float32))).copy()
+        scale = np.asarray(getattr(matrix, "scale", np.ones(num_out, np.float32)))
         values = getattr(matrix, "values", matrix)
         for bad in (1.0, np.nan, np.inf, -np.inf):
-            scale[num_out - 1] *= np.float32(bad)
-            arguments = jnp.asarray(x), values, jnp.asarray(scale)
+            spoilt = scale.copy()
+            with np.errstate(invalid="ignore"):  # A row of zeros has the scale 0.
+                spoilt[-1] *= np.float32(bad)
+            arguments = jnp.asarray(x), values, jnp.asarray(spoilt)
             keywords: dict[str, Any] = dict(quantizes_x=mode == "int8", target=target)
             rows = np.asarray(matmul_cpu.matmul(*arguments, **keywords))
             columns, numbers = matmul_cpu.largest(*arguments, **keywords)
